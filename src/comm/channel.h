@@ -1,0 +1,77 @@
+#pragma once
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/intrusive_ptr.h>
+
+#include "shard/segments.h"
+
+namespace c10d {
+class Backend;
+class Store;
+}  // namespace c10d
+
+namespace fsdp::comm {
+
+enum class ReduceOp { kSum, kMax, kMin };
+
+/// A collective under way. Destroying it without waiting waits, and drops an error.
+class Pending {
+ public:
+  virtual ~Pending() = default;
+  /// Blocks the caller until the result is there (on a device: makes the current stream wait for it), then finishes
+  /// what the collective left to do on the caller's thread (unpadding). Throws CommError or TimeoutError. Calling
+  /// it again is a no-op.
+  virtual void wait() = 0;
+};
+
+/// One ordered lane of collectives among a fixed set of ranks: what rank A issues as its n-th call, every other rank
+/// must issue as its n-th call. A channel is used by one thread at a time. All calls are asynchronous: the tensors
+/// given must stay alive (the Pending holds them) and unchanged until wait() returned.
+/// All tensors are contiguous and on the mesh's device.
+class Channel {
+ public:
+  virtual ~Channel() = default;
+  virtual int rank() const = 0;
+  virtual int size() const = 0;
+  /// Used in error messages: "gloo channel 'dp.gather'".
+  virtual const std::string& name() const = 0;
+
+  /// out[segments r] = rank r's `mine`. `out` is 1-D with segments.total() elements, `mine` is 1-D with
+  /// segments.length(rank()) elements of the same dtype (any dtype: bytes are moved).
+  virtual std::unique_ptr<Pending> all_gather(const at::Tensor& out, const at::Tensor& mine,
+                                              const shard::Segments& segments) = 0;
+  /// out = the sum over all ranks of their `in`'s segment rank(). `in` is 1-D with segments.total() elements, `out`
+  /// 1-D with segments.length(rank()).
+  virtual std::unique_ptr<Pending> reduce_scatter(const at::Tensor& out, const at::Tensor& in,
+                                                  const shard::Segments& segments) = 0;
+  /// In place.
+  virtual std::unique_ptr<Pending> all_reduce(const at::Tensor& tensor, ReduceOp op) = 0;
+  virtual std::unique_ptr<Pending> broadcast(const at::Tensor& tensor, int root) = 0;
+
+  /// out[r * n .. (r + 1) * n) = rank r's `mine` (n elements, equal on all ranks).
+  virtual std::unique_ptr<Pending> all_gather_even(const at::Tensor& out, const at::Tensor& mine) = 0;
+};
+
+/// Where a channel's members meet, and how long they wait for each other.
+struct Rendezvous {
+  c10::intrusive_ptr<c10d::Store> store;  // already prefixed for this channel; null for engines that need none
+  int rank = 0;
+  int size = 1;
+  std::chrono::milliseconds timeout{std::chrono::minutes(10)};
+  std::string name;
+};
+
+/// An engine makes c10d backends. `register_engine` is called by the backends' own files at load.
+using EngineFactory = std::function<c10::intrusive_ptr<c10d::Backend>(const Rendezvous&)>;
+void register_engine(const std::string& engine, EngineFactory factory);
+std::vector<std::string> engines();
+
+/// Opens a channel; collective among its members. NotSupported names the known engines.
+std::shared_ptr<Channel> open_channel(const std::string& engine, const Rendezvous& rendezvous);
+
+}  // namespace fsdp::comm
