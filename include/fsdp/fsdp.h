@@ -1,0 +1,10 @@
+#pragma once
+/// All of libfsdp's C++ interface.
+#include <fsdp/checkpoint.h>
+#include <fsdp/clip_grad.h>
+#include <fsdp/device_mesh.h>
+#include <fsdp/distributed.h>
+#include <fsdp/dtensor.h>
+#include <fsdp/error.h>
+#include <fsdp/fully_shard.h>
+#include <fsdp/version.h>

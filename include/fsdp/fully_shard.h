@@ -1,0 +1,257 @@
+#pragma once
+#include <exception>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include <fsdp/device_mesh.h>
+#include <fsdp/export.h>
+#include <torch/nn/module.h>
+#include <torch/nn/pimpl.h>
+
+namespace fsdp {
+
+/// Which dtypes a group computes and communicates in. Unset fields keep the parameter's own dtype.
+struct MixedPrecisionPolicy {
+  /// Parameters are gathered and used in this dtype; shards and optimizer state keep their own.
+  std::optional<at::ScalarType> param_dtype;
+  /// Gradients are accumulated and reduced in this dtype; unset: param_dtype, else the parameter's own. The gradient
+  /// that the optimizer sees always has the parameter's own dtype.
+  std::optional<at::ScalarType> reduce_dtype;
+  /// Floating-point outputs of a call through the handle are cast to this dtype.
+  std::optional<at::ScalarType> output_dtype;
+  /// Cast floating-point inputs of a call through the handle to param_dtype.
+  bool cast_forward_inputs = true;
+};
+
+struct FullyShardOptions {
+  /// 1D: parameters are sharded over it. 2D {replicate, shard}: sharded over the second axis, replicated over the
+  /// first. Undefined: a 1D mesh over the whole world, on the CPU.
+  DeviceMesh mesh{};
+  /// Free the unsharded parameters after forward and gather them again in backward. Unset: true, but false for the
+  /// root (its parameters are needed at once when backward begins).
+  std::optional<bool> reshard_after_forward{};
+  MixedPrecisionPolicy mp_policy{};
+  /// Parameters that stay ordinary tensors: not sharded, their gradients not reduced.
+  std::vector<at::Tensor> ignored_params{};
+};
+
+namespace module {
+class ModuleState;
+}
+
+/// A gather under way, from FSDPModuleBase::unshard(true).
+class FSDP_API UnshardHandle {
+ public:
+  UnshardHandle() = default;
+  explicit UnshardHandle(std::shared_ptr<module::ModuleState> state) : state_(std::move(state)) {}
+  /// Blocks until the parameters are whole. Without it, the module's first use waits.
+  void wait();
+
+ private:
+  std::shared_ptr<module::ModuleState> state_;
+};
+
+/// What fully_shard gives back, whatever the module's type: the controls of the group that it made.
+/// A cheap value; copies refer to the same group. Every method must be called by all ranks alike.
+class FSDP_API FSDPModuleBase {
+ public:
+  explicit FSDPModuleBase(std::shared_ptr<module::ModuleState> state) : state_(std::move(state)) {}
+
+  /// Gathers this module's own group (not those of its submodules) and keeps it whole until reshard(), or until the
+  /// next forward or backward frees it. With async_op the gather runs on while the caller goes on.
+  UnshardHandle unshard(bool async_op = false);
+  /// Frees this group's unsharded parameters. Not recursive.
+  void reshard();
+
+  /// False: backward accumulates unsharded gradients and does not communicate (gradient accumulation).
+  void set_requires_gradient_sync(bool requires_sync, bool recurse = true);
+  /// Whether the replicas' all-reduce of a 2D mesh runs in backward; false defers it to the next backward that has it.
+  void set_requires_all_reduce(bool requires_all_reduce, bool recurse = true);
+  /// False: the next backward is not the last of its step; reductions may stay in flight when it returns.
+  void set_is_last_backward(bool is_last_backward);
+  void set_reshard_after_forward(bool reshard, bool recurse = true);
+  /// False: parameters stay whole after backward (for example between the micro-batches of one step).
+  void set_reshard_after_backward(bool reshard, bool recurse = true);
+  /// The groups whose gathers are issued when this group's forward begins, in this order. Replaces the default
+  /// (the next group of the recorded order).
+  void set_modules_to_forward_prefetch(const std::vector<FSDPModuleBase>& modules);
+  /// The same for backward.
+  void set_modules_to_backward_prefetch(const std::vector<FSDPModuleBase>& modules);
+  /// Gradients are divided by this instead of by the number of ranks.
+  void set_gradient_divide_factor(double factor);
+  /// Accepted for compatibility: libfsdp is right for parameters that some ranks leave unused, with and without it.
+  void set_reduce_scatter_unused_params(bool enabled, bool recurse = true);
+
+  /// After an exception in forward or backward: ends what is in flight, drops the failed iteration's gradients and
+  /// frees what it gathered, so that the next step is like any other. Root only; every rank.
+  void reset_iter_state();
+
+  /// The last iteration's collectives, one line a group and act, in the order of issue:
+  ///   "forward  all-gather      blocks.0   1.2 MB"
+  std::string schedule() const;
+  /// Dotted name of the module within the root, "" for the root itself.
+  const std::string& fqn() const;
+
+  const std::shared_ptr<module::ModuleState>& state() const { return state_; }
+
+ protected:
+  std::shared_ptr<module::ModuleState> state_;
+};
+
+namespace module {
+
+/// Marks a forward of a sharded module on this thread. Used by FSDPModule and call(); not by users.
+class FSDP_API ForwardScope {
+ public:
+  explicit ForwardScope(const std::shared_ptr<ModuleState>& state);
+  ~ForwardScope();
+  ForwardScope(const ForwardScope&) = delete;
+  ForwardScope& operator=(const ForwardScope&) = delete;
+  /// The forward returned: closes its groups.
+  void complete();
+  /// The forward threw `what`: tells the other ranks.
+  void fail(const char* what) noexcept;
+
+ private:
+  std::shared_ptr<ModuleState> state_;
+  bool open_ = true;
+};
+
+FSDP_API at::Tensor cast_input(const ModuleState& state, const at::Tensor& tensor);
+FSDP_API at::Tensor cast_output(const ModuleState& state, const at::Tensor& tensor);
+FSDP_API const MixedPrecisionPolicy& policy(const ModuleState& state);
+/// The group that fully_shard made for exactly this module; InvalidArgument if there is none.
+FSDP_API std::shared_ptr<ModuleState> find_state(const torch::nn::Module& module);
+FSDP_API std::shared_ptr<ModuleState> make_state(std::vector<std::shared_ptr<torch::nn::Module>> modules,
+                                                 const FullyShardOptions& options);
+
+template <class T, class Cast>
+auto map_tensors(T&& value, const Cast& cast) {
+  using U = std::decay_t<T>;
+  if constexpr (std::is_same_v<U, at::Tensor>) {
+    return cast(value);
+  } else if constexpr (std::is_same_v<U, std::vector<at::Tensor>>) {
+    U out;
+    out.reserve(value.size());
+    for (const auto& tensor : value) out.push_back(cast(tensor));
+    return out;
+  } else {
+    return U(std::forward<T>(value));
+  }
+}
+template <class... Ts, class Cast>
+std::tuple<Ts...> map_tensors(std::tuple<Ts...> value, const Cast& cast) {
+  return std::apply([&](auto&&... items) { return std::tuple<Ts...>(map_tensors(std::move(items), cast)...); },
+                    std::move(value));
+}
+
+template <class M>
+struct impl_of {
+  using type = typename M::Impl;  // a TORCH_MODULE holder
+};
+template <class T>
+struct impl_of<std::shared_ptr<T>> {
+  using type = T;
+};
+
+template <class M>
+std::shared_ptr<typename impl_of<M>::type> pointer(const M& module) {
+  if constexpr (std::is_same_v<M, std::shared_ptr<typename impl_of<M>::type>>) {
+    return module;
+  } else {
+    return module.ptr();
+  }
+}
+
+template <class Impl, class... Args>
+auto run_forward(const std::shared_ptr<ModuleState>& state, Impl& impl, Args&&... args) {
+  ForwardScope scope(state);
+  try {
+    const auto in = [&](const at::Tensor& t) { return cast_input(*state, t); };
+    const auto out = [&](const at::Tensor& t) { return cast_output(*state, t); };
+    if constexpr (std::is_void_v<decltype(impl.forward(std::forward<Args>(args)...))>) {
+      impl.forward(map_tensors(std::forward<Args>(args), in)...);
+      scope.complete();
+    } else {
+      auto result = map_tensors(impl.forward(map_tensors(std::forward<Args>(args), in)...), out);
+      scope.complete();
+      return result;
+    }
+  } catch (const std::exception& error) {
+    scope.fail(error.what());
+    throw;
+  } catch (...) {
+    scope.fail("an exception that is not a std::exception");
+    throw;
+  }
+}
+
+}  // namespace module
+
+/// A sharded module: `model(x)` is the forward, `model->` the module itself.
+/// M is a TORCH_MODULE holder (GPT) or a shared_ptr of a module.
+template <class M>
+class FSDPModule : public FSDPModuleBase {
+ public:
+  using Impl = typename module::impl_of<M>::type;
+  FSDPModule(M m, std::shared_ptr<module::ModuleState> state) : FSDPModuleBase(std::move(state)), module_(std::move(m)) {}
+
+  /// Runs the module's forward with its parameters gathered group by group as they are used. A forward that is not
+  /// called through a handle is refused, with the name of the parameter that it touched first.
+  template <class... Args>
+  auto operator()(Args&&... args) const {
+    return module::run_forward(state_, *module::pointer(module_), std::forward<Args>(args)...);
+  }
+  Impl* operator->() const { return module::pointer(module_).get(); }
+  Impl& operator*() const { return *module::pointer(module_); }
+  const M& module() const { return module_; }
+
+ private:
+  M module_;
+};
+
+/// Shards `module`'s parameters over the mesh, in place, as one group: they are gathered together and their
+/// gradients reduced together. Parameters of submodules that were sharded before keep their own groups, so call it
+/// bottom-up: on each block, then on the root. Collective: every rank calls it with an equal model; ranks whose
+/// parameters differ in name, shape or dtype get InvalidArgument that names both sides.
+///
+/// After it, each parameter is a sharded tensor of the same identity and global sizes; names are unchanged, and an
+/// optimizer built before or after works. Values are taken from this rank's own module (initialise alike on every
+/// rank, or load a checkpoint afterwards).
+///
+/// InvalidArgument: no parameters; a module given or sharded twice; a parameter that another group owns; a parameter
+/// on another device than the mesh's.
+template <class M>
+FSDPModule<M> fully_shard(M module, const FullyShardOptions& options = {}) {
+  auto state = module::make_state({module::pointer(module)}, options);
+  return FSDPModule<M>(std::move(module), std::move(state));
+}
+
+/// Several modules as one group; call them through fsdp::call or inside the forward of an enclosing handle.
+inline FSDPModuleBase fully_shard(const std::vector<std::shared_ptr<torch::nn::Module>>& modules,
+                                  const FullyShardOptions& options = {}) {
+  return FSDPModuleBase(module::make_state(modules, options));
+}
+
+/// Calls the forward of a sharded submodule with its exact boundaries: input and output casts, and the end of its
+/// group's forward where it returns. Inside another forward or on its own.
+template <class M, class... Args>
+auto call(const M& m, Args&&... args) {
+  auto impl = module::pointer(m);
+  return module::run_forward(module::find_state(*impl), *impl, std::forward<Args>(args)...);
+}
+
+/// The handle of a module that fully_shard was called on.
+template <class M>
+FSDPModule<M> fsdp_module(M m) {
+  auto state = module::find_state(*module::pointer(m));
+  return FSDPModule<M>(std::move(m), std::move(state));
+}
+
+}  // namespace fsdp
