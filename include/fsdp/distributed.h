@@ -2,6 +2,7 @@
 #include <chrono>
 #include <string>
 
+#include <ATen/core/Tensor.h>
 #include <fsdp/export.h>
 
 namespace fsdp {
@@ -41,5 +42,10 @@ FSDP_API int local_rank();
 
 /// Returns when every rank has called it. Collective.
 FSDP_API void barrier();
+
+/// The mean of `values` over the world's ranks, element by element: a new tensor, equal on every rank. For small
+/// things, such as a loss to print. `values`: floating point, of the same size on every rank. Collective; one
+/// all-reduce, which the caller waits for. Without a group it is a copy.
+FSDP_API at::Tensor all_reduce_mean(const at::Tensor& values);
 
 }  // namespace fsdp
