@@ -1,0 +1,66 @@
+#!/usr/bin/env python3
+"""Measures plain, DDP, PyTorch FSDP2 and libfsdp side by side; see docs/benchmarks.md.
+
+Writes report.json and the charts, prints the tables. Fails if a side dies or gives a wrong value; a missed aim is
+shown, not asserted.
+"""
+
+import argparse
+import glob
+import json
+import os
+import sys
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+from harness import aims, charts, environment, tables  # noqa: E402
+from harness.bench import Bench  # noqa: E402
+from harness.parts import PARTS  # noqa: E402
+from harness.rank_group import BenchError  # noqa: E402
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+
+
+def find_step_bench(build):
+    """The newest step_bench under `build`, or under the checkout's own build folders."""
+    roots = [build] if build else glob.glob(os.path.join(HERE, "..", "build*"))
+    found = [path for root in roots for path in glob.glob(os.path.join(root, "**", "step_bench"), recursive=True)
+             if os.access(path, os.X_OK) and os.path.isfile(path)]
+    if not found:
+        sys.exit(f"compare.py: no step_bench under {', '.join(roots) or 'build*'}. Build the benchmarks first "
+                 "(make bench does), name the build folder with --build, or leave C++ out with --torch-only.")
+    return max(found, key=os.path.getmtime)
+
+
+def parse_args():
+    p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    p.add_argument("--quick", action="store_true", help="the smallest sizes, to see that it works; no figure counts")
+    p.add_argument("--build", help="the build folder with the C++ programs")
+    p.add_argument("--torch-only", action="store_true", help="leave the C++ sides out; their figures are null")
+    p.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    p.add_argument("--out", default=os.path.join(HERE, "out"))
+    return p.parse_args()
+
+
+def main():
+    args = parse_args()
+    step_bench = None if args.torch_only else find_step_bench(args.build)
+    bench = Bench(step_bench, os.path.join(args.out, "logs"), args.quick)
+    os.makedirs(args.out, exist_ok=True)
+    report = {"environment": environment.describe(), "quick": args.quick}
+    print(tables.machine(report["environment"]), flush=True)
+    for part in args.parts:
+        try:
+            report[part] = PARTS[part].measure(bench)
+        except BenchError as error:
+            sys.exit(f"compare.py: {part}: {error}")
+        print(tables.PRINTERS[part](report[part]), flush=True)
+    report["aims"] = aims.judge(report)
+    print(tables.aims(report["aims"]))
+    path = os.path.join(args.out, "report.json")
+    with open(path, "w") as f:
+        json.dump(report, f, indent=1)
+    print("written:", *(os.path.relpath(p) for p in [path, *charts.draw(report, args.out)]), sep="\n  ")
+
+
+if __name__ == "__main__":
+    main()

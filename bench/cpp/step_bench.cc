@@ -1,0 +1,217 @@
+// One rank of a C++ side: plain, or sharded by libfsdp. Serves the driver's commands (see ../README.md, "Protocol").
+#include <chrono>
+#include <fstream>
+#include <functional>
+#include <iostream>
+#include <optional>
+#include <sstream>
+#include <string>
+
+#include <ATen/Parallel.h>
+#include <CLI/CLI.hpp>
+#include <fsdp/fsdp.h>
+#include <nlohmann/json.hpp>
+
+#include "models.h"
+
+namespace {
+
+using nlohmann::json;
+
+struct Config {
+  std::string side = "plain";
+  std::string model = "block";
+  std::string engine = "gloo";
+  int64_t width = 16;
+  int64_t rows = 16;
+  int64_t layers = 24;
+  int64_t batch = 2;
+  int64_t seq = 8;
+  int rank = 0;
+  int world = 1;
+  bool time_zero_grad = false;
+  bool adamw = false;
+};
+
+void parse(CLI::App& app, Config& config) {
+  app.add_option("--side", config.side)->required()->check(CLI::IsMember({"plain", "sharded"}));
+  app.add_option("--model", config.model)->check(CLI::IsMember({"block", "rows"}));
+  app.add_option("--engine", config.engine)->check(CLI::IsMember({"fake", "gloo"}));
+  app.add_option("--width", config.width);
+  app.add_option("--rows", config.rows);
+  app.add_option("--layers", config.layers);
+  app.add_option("--batch", config.batch);
+  app.add_option("--seq", config.seq);
+  app.add_option("--rank", config.rank);
+  app.add_option("--world", config.world);
+  app.add_flag("--time-zero-grad", config.time_zero_grad);
+  app.add_flag("--adamw", config.adamw, "step an AdamW after each backward, outside the timed part");
+}
+
+double now_us() {
+  return std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+/// A line of /proc/self/status, in MB.
+double status_mb(const std::string& field) {
+  std::ifstream status("/proc/self/status");
+  for (std::string line; std::getline(status, line);) {
+    if (line.rfind(field + ":", 0) == 0) return std::stod(line.substr(field.size() + 1)) / 1024;
+  }
+  return 0;
+}
+
+/// Makes VmHWM start over, where the kernel allows it.
+void reset_peak() { std::ofstream("/proc/self/clear_refs") << "5"; }
+
+std::shared_ptr<bench::Stack> make_model(const Config& config) {
+  torch::manual_seed(0);
+  auto stack = std::make_shared<bench::Stack>();
+  for (int64_t i = 0; i < config.layers; ++i) {
+    if (config.model == "rows") {
+      stack->push_back(std::make_shared<bench::Rows>(config.rows));
+    } else {
+      stack->push_back(std::make_shared<bench::Block>(config.width));
+    }
+  }
+  return stack;
+}
+
+torch::Tensor make_input(const Config& config, int rank) {
+  torch::manual_seed(1000 + rank);
+  if (config.model == "rows") return torch::randn({config.rows, 1});
+  return torch::randn({config.batch, config.seq, config.width});
+}
+
+class Side {
+ public:
+  explicit Side(const Config& config) : config_(config), base_mb_(status_mb("VmRSS")) {
+    auto model = make_model(config);
+    if (config.world > 1) {
+      fsdp::init_process_group({.engine = config.engine, .rank = config.rank, .world_size = config.world});
+    }
+    const double begin = now_us();
+    forward_ = config.side == "sharded" ? shard(model) : [model](const torch::Tensor& x) { return model->forward(x); };
+    setup_us_ = now_us() - begin;
+    parameters_ = model->parameters();
+    if (config.adamw) optimizer_.emplace(parameters_, torch::optim::AdamWOptions(1e-4));
+    input_ = make_input(config, config.rank);
+    build_peak_mb_ = status_mb("VmHWM");
+    reset_peak();
+  }
+
+  json ready() const {
+    int64_t elements = 0;
+    for (const auto& p : parameters_) elements += p.numel();
+    return {{"ready", true},
+            {"torch", TORCH_VERSION},
+            {"threads", at::get_num_threads()},
+            {"setup_us", setup_us_},
+            {"parameters", elements}};
+  }
+
+  json answer(const std::string& line) {
+    std::istringstream words(line);
+    std::string command;
+    words >> command;
+    if (command == "round") {
+      int warmup = 0, steps = 0;
+      words >> warmup >> steps;
+      return round(warmup, steps);
+    }
+    if (command == "check") return check();
+    if (command == "memory") return memory();
+    throw fsdp::InvalidArgument("unknown command '" + line + "'");
+  }
+
+ private:
+  using Forward = std::function<torch::Tensor(const torch::Tensor&)>;
+
+  Forward shard(const std::shared_ptr<bench::Stack>& model) const {
+    const auto mesh = fsdp::init_device_mesh(torch::kCPU, {config_.world}, {"dp"});
+    for (const auto& layer : model->layers) fsdp::fully_shard(layer, {.mesh = mesh});
+    return fsdp::fully_shard(model, {.mesh = mesh});
+  }
+
+  torch::Tensor loss(const torch::Tensor& x) const { return forward_(x).square().mean(); }
+
+  void zero_grad() {
+    for (auto& p : parameters_) p.mutable_grad().reset();
+  }
+
+  struct Times {
+    double forward_us, total_us;
+  };
+
+  Times step() {
+    if (config_.engine == "gloo" && config_.world > 1) fsdp::barrier();
+    const double begin = now_us();
+    auto value = loss(input_);
+    const double forward = now_us();
+    value.backward();
+    double end = now_us();
+    if (optimizer_) optimizer_->step();
+    zero_grad();
+    if (config_.time_zero_grad) end = now_us();
+    return {forward - begin, end - begin};
+  }
+
+  json round(int warmup, int steps) {
+    for (int i = 0; i < warmup; ++i) step();
+    std::vector<double> forward_us, us;
+    for (int i = 0; i < steps; ++i) {
+      const auto times = step();
+      forward_us.push_back(times.forward_us);
+      us.push_back(times.total_us);
+    }
+    return {{"forward_us", forward_us}, {"us", us}};
+  }
+
+  /// The loss of this rank's input and the norms of the ranks' mean gradients; plain does all inputs itself.
+  json check() {
+    const bool plain = config_.side == "plain";
+    const int first = plain ? 0 : config_.rank, last = plain ? config_.world : config_.rank + 1;
+    double sum = 0;
+    for (int rank = first; rank < last; ++rank) {
+      auto value = loss(make_input(config_, rank));
+      (value / (last - first)).backward();
+      sum += value.item<double>();
+    }
+    std::vector<double> norms;
+    for (const auto& p : parameters_) {
+      const auto& grad = p.grad();
+      const auto whole = fsdp::is_dtensor(grad) ? fsdp::dtensor(grad).full_tensor() : grad;
+      norms.push_back(whole.to(torch::kDouble).norm().item<double>());
+    }
+    zero_grad();
+    return {{"loss", sum / (last - first)}, {"grad_norms", norms}};
+  }
+
+  json memory() const {
+    return {{"base_mb", base_mb_}, {"build_peak_mb", build_peak_mb_}, {"peak_mb", status_mb("VmHWM")}};
+  }
+
+  Config config_;
+  double base_mb_, build_peak_mb_ = 0, setup_us_ = 0;
+  Forward forward_;
+  std::vector<torch::Tensor> parameters_;
+  std::optional<torch::optim::AdamW> optimizer_;
+  torch::Tensor input_;
+};
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  CLI::App app("One rank of a measured C++ side");
+  Config config;
+  parse(app, config);
+  CLI11_PARSE(app, argc, argv);
+  at::set_num_threads(1);
+  {
+    Side side(config);
+    std::cout << side.ready() << std::endl;
+    for (std::string line; std::getline(std::cin, line);) std::cout << side.answer(line) << std::endl;
+  }
+  fsdp::destroy_process_group();
+  return 0;
+}

@@ -1,0 +1,1 @@
+"""The benchmarks' machinery: rank groups, rounds, parts, report."""

@@ -1,0 +1,58 @@
+"""What the figures are meant to be. An aim that is not met is shown as such; it fails nothing."""
+
+from .parts.scale import GROUPS
+
+#: Largest step overhead, as a part of FSDP2's.
+STEP_AIMS = {64: 0.60, 512: 0.85, 1024: 0.85}
+
+
+def aim(what, wanted, got, met):
+    return {"what": what, "aim": wanted, "got": got, "met": bool(met)}
+
+
+def at_most(what, limit, got):
+    return aim(what, f"at most {limit:g}", got, got <= limit)
+
+
+def host_cost(section):
+    if section.get("libfsdp_cpp_us") is None:
+        return []
+    # A cost at or below zero is noise about none: the ratio is then without bound.
+    ratio = section["fsdp2_us"] / max(section["libfsdp_cpp_us"], 1e-3)
+    return [aim("host cost: FSDP2 over libfsdp", "at least 15", ratio, ratio >= 15)]
+
+
+def step(entries):
+    found = []
+    for entry in entries:
+        over = entry["over_plain"]
+        if "libfsdp_cpp" in over and entry["width"] in STEP_AIMS:
+            part = (over["libfsdp_cpp"] - 1) / max(over["fsdp2"] - 1, 1e-6)
+            found.append(at_most(f"step, width {entry['width']}: overhead as a part of FSDP2's",
+                                 STEP_AIMS[entry["width"]], part))
+    return found
+
+
+def scale(section):
+    found = []
+    by_groups = {point["groups"]: point for point in section["groups"]}
+    few, many = GROUPS[0], GROUPS[-1]
+    if few in by_groups and many in by_groups:
+        for key, name in (("setup_us_per_group", "set-up"), ("host_us_per_group", "host cost")):
+            found.append(at_most(f"scale: {name} per group, {many} groups over {few} (linear is 1)", 1.5,
+                                 by_groups[many][key] / by_groups[few][key]))
+    for rows in dict.fromkeys(point["rows"] for point in section["worlds"]):
+        points = [point for point in section["worlds"] if point["rows"] == rows]
+        limit = 2.0 if points[-1]["most_shards_empty"] else 1.2
+        name = "most shards empty" if points[-1]["most_shards_empty"] else "rows in every shard"
+        for key, what in (("setup_us", "set-up"), ("host_us_per_group", "host cost")):
+            found.append(at_most(f"scale: {what}, world {points[-1]['world']} over {points[0]['world']}, {name}", limit,
+                                 points[-1][key] / points[0][key]))
+    return found
+
+
+JUDGES = {"host_cost": host_cost, "step": step, "scale": scale}
+
+
+def judge(report):
+    return [a for part, judge_part in JUDGES.items() if part in report for a in judge_part(report[part])]

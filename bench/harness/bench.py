@@ -1,0 +1,49 @@
+"""What every part needs: where the programs are, how long to measure, and how a side is started."""
+
+import contextlib
+import os
+import sys
+from dataclasses import dataclass
+
+from .rank_group import RankGroup
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+
+#: side -> (language, --side of its program, the plain side that it is judged by)
+SIDES = {
+    "plain": ("torch", "plain", None),
+    "ddp": ("torch", "ddp", "plain"),
+    "fsdp2": ("torch", "fsdp2", "plain"),
+    "cpp_plain": ("cpp", "plain", None),
+    "libfsdp_cpp": ("cpp", "sharded", "cpp_plain"),
+}
+
+
+@dataclass
+class Bench:
+    step_bench: str | None  # the C++ program; None leaves its sides out
+    log_dir: str
+    quick: bool
+
+    def has(self, side):
+        return SIDES[side][0] == "torch" or self.step_bench is not None
+
+    def start(self, side, *, ranks=1, engine="gloo", world=None, label="", flags=(), **config):
+        """Starts a side. `world` differs from `ranks` only on the fake engine."""
+        language, mode, _ = SIDES[side]
+        program = [self.step_bench] if language == "cpp" else [sys.executable, os.path.join(HERE, "torch_side.py")]
+        argv = program + ["--side", mode, "--engine", engine, "--world", str(world or ranks), *flags]
+        for key, value in config.items():
+            argv += [f"--{key}", str(value)]
+        return RankGroup(f"{side}{label}", argv, ranks=ranks, log_dir=self.log_dir)
+
+    @contextlib.contextmanager
+    def sides(self, names, **config):
+        """{side: its running ranks}, of the sides that this run has."""
+        with contextlib.ExitStack() as stack:
+            yield {name: stack.enter_context(self.start(name, **config)) for name in names if self.has(name)}
+
+
+def references(groups):
+    """{side: the plain side that it is judged by}, of the sides in `groups`."""
+    return {side: SIDES[side][2] for side in groups if SIDES[side][2] in groups}

@@ -1,0 +1,81 @@
+"""One picture a part."""
+
+import os
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402
+
+COLORS = {"plain": "#9aa0a6", "cpp_plain": "#c5c9cd", "ddp": "#f2a65a", "fsdp2": "#d1495b", "libfsdp_cpp": "#2e86ab"}
+NAMES = {"plain": "plain", "cpp_plain": "plain C++", "ddp": "DDP", "fsdp2": "FSDP2", "libfsdp_cpp": "libfsdp C++"}
+
+
+def bars(ax, labels, values, colors):
+    drawn = ax.bar(labels, values, color=colors)
+    ax.bar_label(drawn, fmt="%.3g", padding=2)
+    ax.margins(y=0.15)
+    ax.spines[["top", "right"]].set_visible(False)
+
+
+def host_cost(section):
+    fig, ax = plt.subplots(figsize=(5, 4))
+    sides = [s for s in ("fsdp2", "libfsdp_cpp") if section.get(f"{s}_us") is not None]
+    bars(ax, [NAMES[s] for s in sides], [section[f"{s}_us"] for s in sides], [COLORS[s] for s in sides])
+    ax.set(ylabel="extra us per block, forward + backward", title="Host cost of sharding")
+    return fig
+
+
+def step(entries):
+    fig, axes = plt.subplots(1, len(entries), figsize=(4 * len(entries), 4), squeeze=False)
+    for ax, entry in zip(axes[0], entries):
+        sides = list(entry["over_plain"])
+        bars(ax, [NAMES[s] for s in sides], [entry["over_plain"][s] for s in sides], [COLORS[s] for s in sides])
+        ax.axhline(1, color="black", linewidth=0.8, linestyle=":")
+        ax.set(title=f"width {entry['width']}")
+    axes[0][0].set_ylabel("step time over plain (2 Gloo ranks)")
+    return fig
+
+
+def scale(section):
+    fig, (left, right) = plt.subplots(1, 2, figsize=(10, 4))
+    groups = section["groups"]
+    for key, name in (("setup_us_per_group", "set-up"), ("host_us_per_group", "forward + backward")):
+        left.plot([p["groups"] for p in groups], [p[key] for p in groups], marker="o", label=name)
+    for rows in dict.fromkeys(p["rows"] for p in section["worlds"]):
+        points = [p for p in section["worlds"] if p["rows"] == rows]
+        for key, name in (("setup_us_per_group", "set-up"), ("host_us_per_group", "forward + backward")):
+            right.plot([p["world"] for p in points], [p[key] for p in points], marker="o", label=f"{name}, {rows} rows")
+    left.set(xlabel="groups", ylabel="us per group", title="groups, fake world of 8")
+    right.set(xlabel="ranks of the fake world", title="world, 10 groups of 4 parameters")
+    for ax in (left, right):
+        ax.set_xscale("log")
+        ax.set_ylim(bottom=0)
+        if ax.lines:
+            ax.legend()
+        ax.spines[["top", "right"]].set_visible(False)
+    return fig
+
+
+def memory(section):
+    fig, ax = plt.subplots(figsize=(6, 4))
+    sides = list(section["sides"])
+    bars(ax, [NAMES[s] for s in sides], [section[f"{s}_mb"] for s in sides], [COLORS[s] for s in sides])
+    ax.set(ylabel="peak resident MB of a rank", title=f"{section['parameters'] / 1e6:.0f} M parameters with AdamW")
+    return fig
+
+
+DRAWERS = {"host_cost": host_cost, "step": step, "scale": scale, "memory": memory}
+
+
+def draw(report, folder):
+    """Paths of the pictures drawn."""
+    paths = []
+    for part, drawer in DRAWERS.items():
+        if report.get(part):
+            fig = drawer(report[part])
+            paths.append(os.path.join(folder, f"{part}.png"))
+            fig.tight_layout()
+            fig.savefig(paths[-1], dpi=120)
+            plt.close(fig)
+    return paths

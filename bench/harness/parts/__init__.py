@@ -1,0 +1,5 @@
+"""What is measured, one file a part. Each gives `measure(bench) -> report section`."""
+
+from . import host_cost, memory, scale, step
+
+PARTS = {"host_cost": host_cost, "step": step, "scale": scale, "memory": memory}

@@ -1,0 +1,153 @@
+"""One rank of a PyTorch side: plain, DDP or FSDP2. Serves the driver's commands (see ../README.md, "Protocol")."""
+
+import argparse
+import json
+import os
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from harness.torch_models import make_input, make_model  # noqa: E402
+
+
+def parse_args():
+    p = argparse.ArgumentParser()
+    p.add_argument("--side", choices=["plain", "ddp", "fsdp2"], required=True)
+    p.add_argument("--model", choices=["block", "rows"], default="block")
+    p.add_argument("--width", type=int, default=16)
+    p.add_argument("--rows", type=int, default=16)
+    p.add_argument("--layers", type=int, default=24)
+    p.add_argument("--batch", type=int, default=2)
+    p.add_argument("--seq", type=int, default=8)
+    p.add_argument("--engine", choices=["fake", "gloo"], default="gloo")
+    p.add_argument("--rank", type=int, default=0)
+    p.add_argument("--world", type=int, default=1)
+    p.add_argument("--time-zero-grad", action="store_true")
+    p.add_argument("--adamw", action="store_true", help="step an AdamW after each backward, outside the timed part")
+    return p.parse_args()
+
+
+def join(args):
+    if args.engine == "fake":
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", store=FakeStore(), rank=args.rank, world_size=args.world)
+    elif args.world > 1:
+        dist.init_process_group("gloo", rank=args.rank, world_size=args.world)
+
+
+def shard(args, model):
+    if args.side == "ddp":
+        return torch.nn.parallel.DistributedDataParallel(model)
+    if args.side == "fsdp2":
+        mesh = init_device_mesh("cpu", (args.world,))
+        for layer in model:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    return model
+
+
+def status_mb(field):
+    with open("/proc/self/status") as f:
+        return next(int(line.split()[1]) / 1024 for line in f if line.startswith(field + ":"))
+
+
+def reset_peak():
+    """Makes VmHWM start over, where the kernel allows it."""
+    try:
+        with open("/proc/self/clear_refs", "w") as f:
+            f.write("5")
+    except OSError:
+        pass
+
+
+class Side:
+    def __init__(self, args):
+        self.args = args
+        self.base_mb = status_mb("VmRSS")
+        model = make_model(args)
+        join(args)
+        begin = time.perf_counter()
+        self.model = shard(args, model)
+        self.setup_us = (time.perf_counter() - begin) * 1e6
+        self.parameters = list(self.model.parameters())
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=1e-4) if args.adamw else None
+        self.input = make_input(args, args.rank)
+        self.build_peak_mb = status_mb("VmHWM")
+        reset_peak()
+
+    def ready(self):
+        return {
+            "ready": True,
+            "torch": torch.__version__,
+            "threads": torch.get_num_threads(),
+            "setup_us": self.setup_us,
+            "parameters": sum(p.numel() for p in self.parameters),
+        }
+
+    def loss(self, x):
+        return self.model(x).square().mean()
+
+    def zero_grad(self):
+        for p in self.parameters:
+            p.grad = None
+
+    def step(self):
+        """Microseconds of forward, and of the whole step."""
+        if self.args.engine == "gloo" and self.args.world > 1:
+            dist.barrier()
+        begin = time.perf_counter()
+        loss = self.loss(self.input)
+        forward = time.perf_counter()
+        loss.backward()
+        end = time.perf_counter()
+        if self.optimizer:
+            self.optimizer.step()
+        self.zero_grad()
+        if self.args.time_zero_grad:
+            end = time.perf_counter()
+        return (forward - begin) * 1e6, (end - begin) * 1e6
+
+    def round(self, warmup, steps):
+        for _ in range(warmup):
+            self.step()
+        times = [self.step() for _ in range(steps)]
+        return {"forward_us": [t[0] for t in times], "us": [t[1] for t in times]}
+
+    def check(self):
+        """The loss of this rank's input and the norms of the ranks' mean gradients; plain does all inputs itself."""
+        ranks = range(self.args.world) if self.args.side == "plain" else [self.args.rank]
+        losses = []
+        for rank in ranks:
+            loss = self.loss(make_input(self.args, rank))
+            (loss / len(ranks)).backward()
+            losses.append(loss.item())
+        grads = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in self.parameters]
+        norms = [g.double().norm().item() for g in grads]
+        self.zero_grad()
+        return {"loss": sum(losses) / len(losses), "grad_norms": norms}
+
+    def memory(self):
+        return {"base_mb": self.base_mb, "build_peak_mb": self.build_peak_mb, "peak_mb": status_mb("VmHWM")}
+
+
+def main():
+    torch.set_num_threads(1)
+    side = Side(parse_args())
+    print(json.dumps(side.ready()), flush=True)
+    for line in sys.stdin:
+        command, *numbers = line.split()
+        reply = {"round": side.round, "check": side.check, "memory": side.memory}[command](*map(int, numbers))
+        print(json.dumps(reply), flush=True)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
