@@ -1,0 +1,109 @@
+# The whole face of the project: `make help` lists it. Every target sets up what it needs first.
+# The compiled parts are CMake's (CMakePresets.json); this file only strings them together.
+
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+PRESET ?= release
+PREFIX ?= $(CURDIR)/build/install
+VENV := $(CURDIR)/.venv
+BIN := $(VENV)/bin
+BUILD := build/$(PRESET)
+# A translation unit of torch wants 1.5 GB of memory.
+JOBS ?= $(shell awk -v cores=$$(nproc) '/MemAvailable/ { jobs = int($$2 / 1500000); \
+          print jobs < 1 ? 1 : jobs < cores ? jobs : cores }' /proc/meminfo)
+
+# What `make train` takes.
+STEPS ?=
+RANKS ?= 2
+DATA ?=
+OUT ?=
+RESUME ?=
+SEED ?=
+ARGS ?=
+# What ctest takes in `make test`, for example ARGS="-L unit" or ARGS="-R Checkpoint".
+CTEST := $(BIN)/ctest --output-on-failure --parallel $(JOBS)
+
+export PATH := $(BIN):$(PATH)
+export CMAKE_COLOR_DIAGNOSTICS ?= OFF
+
+.PHONY: help setup tools build train test bench asan tsan check format tidy install clean distclean
+
+help: ## this list
+	@echo "libfsdp: fully sharded data parallel training for libtorch"
+	@echo
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{ printf "  make %-9s %s\n", $$1, $$2 }'
+	@echo
+	@echo "  make train takes STEPS= RANKS= DATA= OUT= RESUME= SEED= ARGS=; all that build take JOBS= (now $(JOBS))."
+
+setup: tools build ## system packages, .venv with torch, the release build
+
+# --- set-up: stamps remember what is done -------------------------------------------------------------------------
+
+tools: build/.system-packages $(VENV)/.complete
+
+build/.system-packages: scripts/setup_system.sh
+	@PYTHON=$(PYTHON) scripts/setup_system.sh
+	@mkdir -p build && touch $@
+
+$(VENV)/.complete: requirements.txt build/.system-packages
+	@scripts/setup_venv.sh $(PYTHON) $(VENV) requirements.txt
+	@touch $@
+
+# --- build --------------------------------------------------------------------------------------------------------
+
+# $(call build,<preset>,<ninja targets>)
+define build
+	@echo "[build] configuring build/$(1)"
+	@cmake --preset $(1) -DPython3_EXECUTABLE=$(BIN)/python --log-level=NOTICE
+	@echo "[build] compiling build/$(1) with $(JOBS) jobs"
+	@ninja -C build/$(1) -j$(JOBS) $(2)
+endef
+
+build: tools ## the library, the programs and the tests (PRESET=release, dev)
+	$(call build,$(PRESET),)
+
+train: tools ## train a GPT on RANKS=2 local ranks; metrics, curve, checkpoint and a sample
+	$(call build,$(PRESET),gpt)
+	@RANKS='$(RANKS)' STEPS='$(STEPS)' DATA='$(DATA)' OUT='$(OUT)' RESUME='$(RESUME)' SEED='$(SEED)' \
+	  scripts/train.sh $(BUILD)/examples/gpt/gpt $(ARGS)
+
+test: tools ## every test, the format and layer checks among them
+	$(call build,$(PRESET),)
+	@cd $(BUILD) && $(CTEST) $(ARGS)
+
+bench: tools ## measure against PyTorch; tables, bench/out/report.json and charts
+	$(call build,$(PRESET),)
+	@$(BIN)/python bench/compare.py --build $(BUILD) $(ARGS)
+
+asan: tools ## the one-process tests under AddressSanitizer and UndefinedBehaviorSanitizer
+	$(call build,asan,)
+	@scripts/sanitizer_env.sh asan $(CTEST) --test-dir build/asan -L 'unit|threads' $(ARGS)
+
+tsan: tools ## the one-process tests under ThreadSanitizer
+	$(call build,tsan,)
+	@scripts/sanitizer_env.sh tsan $(CTEST) --test-dir build/tsan -L 'unit|threads' $(ARGS)
+
+check: build/.system-packages ## format and layer checks alone
+	@scripts/check_format.sh
+	@$(PYTHON) scripts/check_layers.py
+
+format: build/.system-packages ## rewrite the sources in the project's format
+	@scripts/check_format.sh --fix
+
+tidy: tools ## clang-tidy over src/
+	$(call build,dev,)
+	@scripts/tidy.sh build/dev
+
+install: tools ## install library, headers and CMake package under PREFIX=
+	$(call build,$(PRESET),fsdp)
+	@cmake --install $(BUILD) --prefix $(PREFIX)
+	@echo "[install] done; use it with -DCMAKE_PREFIX_PATH=$(PREFIX)"
+
+clean: ## remove what was built (keeps .venv and out/)
+	rm -rf build
+
+distclean: clean ## remove .venv too
+	rm -rf $(VENV)
