@@ -10,7 +10,7 @@ namespace fsdp {
 struct InitOptions {
   /// Which engine carries the collectives: "gloo" (CPU, one or more hosts), "fake" (no-op collectives of any world
   /// size, for measuring host cost). Empty: "gloo". Unknown or unavailable: NotSupported with the list of engines.
-  std::string engine;
+  std::string engine{};
   /// How long a rank waits for its peers, in start-up and in every collective, before it throws TimeoutError.
   std::chrono::milliseconds timeout = std::chrono::minutes(10);
   /// Rank and world size; -1 takes them from the launcher's environment (see init_process_group).
