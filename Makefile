@@ -74,9 +74,9 @@ test: tools ## every test, the format and layer checks among them
 	$(call build,$(PRESET),)
 	@cd $(BUILD) && $(CTEST) $(ARGS)
 
-bench: tools ## measure against PyTorch; tables, bench/out/report.json and charts
+bench: tools ## measure against PyTorch; tables, bench/out/report.json and charts (QUICK=1: a trial)
 	$(call build,$(PRESET),)
-	@$(BIN)/python bench/compare.py --build $(BUILD) $(ARGS)
+	@$(BIN)/python bench/compare.py --build $(BUILD) $(if $(QUICK),--quick) $(ARGS)
 
 asan: tools ## the one-process tests under AddressSanitizer and UndefinedBehaviorSanitizer
 	$(call build,asan,)

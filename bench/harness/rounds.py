@@ -5,6 +5,9 @@ from statistics import median
 
 from .rank_group import BenchError
 
+#: Largest relative difference of a value between a side and its plain side.
+TOLERANCE = 1e-4
+
 
 def run_round(group, warmup, steps):
     """Microseconds of a step: the median over the round's steps of the slowest rank's time."""
@@ -32,23 +35,27 @@ def values(group):
     replies = group.ask("check")
     norms = replies[0]["grad_norms"]
     for rank, reply in enumerate(replies):
-        compare(f"{group.name}, rank {rank}: gradient norms", reply["grad_norms"], norms)
-    return [sum(reply["loss"] for reply in replies) / len(replies)] + norms
+        compare_norms(f"{group.name}, rank {rank} against rank 0", reply["grad_norms"], norms)
+    return sum(reply["loss"] for reply in replies) / len(replies), norms
 
 
-def compare(what, got, expected, tolerance=1e-4):
-    """Gradients that cancel to nothing (a key's bias) are judged by the largest norm, not by their own."""
-    scale = max(map(abs, expected), default=0.0)
+def compare(what, got, expected, scale=0.0):
+    if not math.isclose(got, expected, rel_tol=TOLERANCE, abs_tol=TOLERANCE * 1e-2 * scale):
+        raise BenchError(f"{what} is {got}, expected {expected}")
+
+
+def compare_norms(what, got, expected):
+    """A gradient that cancels to nothing (a key's bias) is judged by the largest one, not by itself."""
+    scale = max(expected)
     for i, (g, e) in enumerate(zip(got, expected, strict=True)):
-        if not math.isclose(g, e, rel_tol=tolerance, abs_tol=tolerance * 1e-2 * scale):
-            raise BenchError(f"{what}: value {i} is {g}, expected {e} (value 0 is the loss)")
+        compare(f"{what}: gradient norm of parameter {i}", g, e, scale)
 
 
 def verify(groups, references):
     """Each sharded side against its own language's plain side. BenchError if a value differs."""
     found = {name: values(group) for name, group in groups.items()}
     for side, plain in references.items():
-        if side in found:
-            compare(f"{side} against {plain}", found[side], found[plain])
-    return {"loss": {name: v[0] for name, v in found.items()},
-            "grad_norm": {name: math.hypot(*v[1:]) for name, v in found.items()}}
+        compare(f"{side} against {plain}: loss", found[side][0], found[plain][0])
+        compare_norms(f"{side} against {plain}", found[side][1], found[plain][1])
+    return {"loss": {name: loss for name, (loss, _) in found.items()},
+            "grad_norm": {name: math.hypot(*norms) for name, (_, norms) in found.items()}}

@@ -5,7 +5,7 @@ def cell(value):
     if value is None:
         return "-"
     if isinstance(value, bool):
-        return "yes" if value else "NO"
+        return "yes" if value else "no"
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
     return f"{value:,}" if isinstance(value, int) else str(value)
@@ -35,7 +35,8 @@ def host_cost(section):
             ["libfsdp C++", section.get("cpp_plain_block_us"), section.get("libfsdp_cpp_us")]]
     title = (f"Host cost: {section['blocks']} blocks of {section['parameters_per_block']} parameters, "
              f"fake {section['ranks']} ranks, us per block")
-    return table(title, ["", "plain", "extra when sharded"], rows)
+    return table(title, ["", "plain", "extra when sharded"], rows) + (
+        f"  ({cell(section['fsdp2_fake_copies_us'])} us of FSDP2's are copies that PyTorch's fake group makes)\n")
 
 
 def step(entries):
@@ -63,7 +64,7 @@ def memory(section):
 
 
 def aims(found):
-    return table("Aims", ["", "aim", "got", "met"], [[a["what"], a["aim"], a["got"], a["met"]] for a in found])
+    return table("Aims", ["", "aim", "got", "met"], [[a["what"], a["aim"], a["got"], "yes" if a["met"] else "NO"] for a in found])
 
 
 PRINTERS = {"host_cost": host_cost, "step": step, "scale": scale, "memory": memory}

@@ -133,17 +133,36 @@ class Side:
         self.zero_grad()
         return {"loss": sum(losses) / len(losses), "grad_norms": norms}
 
+    def copies(self):
+        """Microseconds of the fake group's own gather and reduce of one layer's bytes: it copies, a wire would not."""
+        shard = torch.zeros(sum(p.to_local().numel() for p in self.model[0].parameters()))
+        whole = torch.zeros(shard.numel() * self.args.world)
+        backend = dist.group.WORLD._get_backend(shard.device)
+
+        def microseconds(collective, n=200):
+            begin = time.perf_counter()
+            for _ in range(n):
+                collective()
+            return (time.perf_counter() - begin) * 1e6 / n
+
+        return {"gather_us": microseconds(lambda: backend._allgather_base(whole, shard)),
+                "reduce_us": microseconds(lambda: backend._reduce_scatter_base(shard, whole))}
+
     def memory(self):
         return {"base_mb": self.base_mb, "build_peak_mb": self.build_peak_mb, "peak_mb": status_mb("VmHWM")}
 
 
 def main():
     torch.set_num_threads(1)
-    side = Side(parse_args())
+    args = parse_args()
+    # Fake gathers leave whatever was in memory; arithmetic on denormals would be timed with the host's work.
+    torch.set_flush_denormal(args.engine == "fake")
+    side = Side(args)
     print(json.dumps(side.ready()), flush=True)
     for line in sys.stdin:
         command, *numbers = line.split()
-        reply = {"round": side.round, "check": side.check, "memory": side.memory}[command](*map(int, numbers))
+        commands = {"round": side.round, "check": side.check, "copies": side.copies, "memory": side.memory}
+        reply = commands[command](*map(int, numbers))
         print(json.dumps(reply), flush=True)
     if dist.is_initialized():
         dist.destroy_process_group()

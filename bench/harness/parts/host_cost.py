@@ -18,10 +18,12 @@ def measure(bench):
         checked = verify(groups, references(groups))
     with bench.sides(NAMES, engine="fake", world=WORLD, label=".fake", **config) as groups:
         times = interleave(groups, rounds, warmup, steps)
-    section = {f"{side}_us": None for side in ("fsdp2", "libfsdp_cpp")}
-    section |= {"blocks": layers, "parameters_per_block": 16, "width": 16, "batch": 2, "seq": 8, "engine": "fake",
-               "ranks": WORLD, "rounds": rounds, "steps": steps, "values": checked,
-               "values_checked_on": "2 gloo ranks"}
+        copies = groups["fsdp2"].ask("copies")[0]
+    section = {"fsdp2_us": None, "libfsdp_cpp_us": None, "blocks": layers, "parameters_per_block": 16, "width": 16,
+               "batch": 2, "seq": 8, "engine": "fake", "ranks": WORLD, "rounds": rounds, "steps": steps,
+               "values": checked, "values_checked_on": "2 gloo ranks"}
+    # Of a block: gathered for forward and for backward, reduced once.
+    section["fsdp2_fake_copies_us"] = 2 * copies["gather_us"] + copies["reduce_us"]
     for side, plain in references(times).items():
         section[f"{side}_us"] = extra(times, side, plain) / layers
         section[f"{side}_us_rounds"] = [(s - p) / layers for s, p in zip(times[side], times[plain])]
