@@ -48,8 +48,10 @@ def scale(section):
             right.plot([p["world"] for p in points], [p[key] for p in points], marker="o", label=f"{name}, {rows} rows")
     left.set(xlabel="groups", ylabel="us per group", title="groups, fake world of 8")
     right.set(xlabel="ranks of the fake world", title="world, 10 groups of 4 parameters")
-    for ax in (left, right):
+    for ax, ticks in ((left, [p["groups"] for p in groups]), (right, [p["world"] for p in section["worlds"]])):
         ax.set_xscale("log")
+        ax.set_xticks(sorted(set(ticks)), [f"{tick:,}" for tick in sorted(set(ticks))])
+        ax.minorticks_off()
         ax.set_ylim(bottom=0)
         if ax.lines:
             ax.legend()
