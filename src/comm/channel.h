@@ -11,7 +11,6 @@
 #include "shard/segments.h"
 
 namespace c10d {
-class Backend;
 class Store;
 }  // namespace c10d
 
@@ -66,8 +65,9 @@ struct Rendezvous {
   std::string name;
 };
 
-/// An engine makes c10d backends. `register_engine` is called by the backends' own files at load.
-using EngineFactory = std::function<c10::intrusive_ptr<c10d::Backend>(const Rendezvous&)>;
+/// An engine opens channels among two or more ranks; a channel of one rank needs no engine.
+using EngineFactory = std::function<std::shared_ptr<Channel>(const Rendezvous&)>;
+/// Adds an engine to those built in (engines.cc lists them). InvalidArgument if the name is taken.
 void register_engine(const std::string& engine, EngineFactory factory);
 std::vector<std::string> engines();
 

@@ -1,6 +1,7 @@
 #pragma once
 #include <map>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -36,11 +37,29 @@ class MeshState {
   std::shared_ptr<comm::Channel> axis_channel(int64_t axis, Lane lane);
   /// The channel among all ranks of the mesh; on a 1D mesh it is axis_channel(0, lane).
   std::shared_ptr<comm::Channel> flat_channel(Lane lane);
-  // (private members are the implementer's)
-  struct Impl;
+
+  /// The mesh of this rank along `names`, in that order. The same object for the same names, so that its channels
+  /// are opened once. Not for all names in their order: that is this mesh.
+  std::shared_ptr<MeshState> submesh(const std::vector<std::string>& names);
+  /// All axes as one.
+  std::shared_ptr<MeshState> flattened(const std::string& name);
 
  private:
-  std::shared_ptr<Impl> impl_;
+  int64_t axis_index(const std::string& name) const;
+  /// This mesh's ranks that share this rank's coordinates but for `axes`, row-major over `axes`.
+  std::vector<int> ranks_along(const std::vector<int64_t>& axes) const;
+  std::shared_ptr<comm::Channel> channel(const std::string& label, const std::vector<int>& ranks);
+
+  std::shared_ptr<World> world_;
+  c10::DeviceType device_type_;
+  std::vector<int64_t> shape_;
+  std::vector<std::string> names_;
+  std::vector<int> ranks_;
+  std::vector<int64_t> coordinates_;
+
+  std::mutex mutex_;  // guards the caches: models of one rank may be built on several threads
+  std::map<std::string, std::shared_ptr<comm::Channel>> channels_;
+  std::map<std::string, std::shared_ptr<MeshState>> derived_;
 };
 
 }  // namespace fsdp::mesh

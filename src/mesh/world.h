@@ -1,21 +1,20 @@
 #pragma once
 #include <chrono>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include <c10/util/intrusive_ptr.h>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "comm/channel.h"
-
-namespace c10d {
-class Store;
-}
 
 namespace fsdp::mesh {
 
 /// The ranks that were launched together, and the store where they meet. One a process; ranks that are threads (in
-/// tests) each bind their own to their thread, and `current()` finds that first.
+/// tests) each bind their own to their thread, and `current()` finds that first. A world belongs to one thread at a
+/// time.
 class World {
  public:
   World(std::string engine, c10::intrusive_ptr<c10d::Store> store, int rank, int size, int local_rank,
@@ -32,18 +31,25 @@ class World {
   const std::string& engine() const { return engine_; }
   std::chrono::milliseconds timeout() const { return timeout_; }
 
-  /// Opens a channel among `ranks` (world ranks, ascending, this one included). Collective among them. Every call
-  /// gets a fresh place in the store: `label` must be the same on all members, and the n-th call with one label
-  /// matches the n-th call of the others.
+  /// Opens a channel among `ranks` (world ranks, this one included; their order is the channel's). Collective among
+  /// them. Every call gets a fresh place in the store: `ranks` and `label` must be the same on all members, and the
+  /// n-th call with them matches the n-th call of the others.
   std::shared_ptr<comm::Channel> open_channel(const std::vector<int>& ranks, const std::string& label);
+
+  /// The channel among all ranks, for small things outside any mesh (barriers, means to print). Opened by the first
+  /// call: collective.
+  comm::Channel& channel();
+
+  /// Null for a world of one rank and for the fake engine.
+  const c10::intrusive_ptr<c10d::Store>& store() const { return store_; }
 
  private:
   std::string engine_;
   c10::intrusive_ptr<c10d::Store> store_;
   int rank_, size_, local_rank_;
   std::chrono::milliseconds timeout_;
-  struct Counters;
-  std::shared_ptr<Counters> counters_;  // calls per label
+  std::map<std::string, int> opened_;  // channels opened so far per label and members
+  std::shared_ptr<comm::Channel> channel_;
 };
 
 }  // namespace fsdp::mesh

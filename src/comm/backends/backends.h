@@ -1,0 +1,19 @@
+#pragma once
+#include <memory>
+
+#include "comm/channel.h"
+
+/// The engines that this build has, one a file. Each opens a channel among two or more ranks.
+namespace fsdp::comm {
+
+/// TCP between processes, on one or more hosts; CPU tensors.
+std::shared_ptr<Channel> open_gloo(const Rendezvous& rendezvous);
+
+/// Ranks that are threads of this process; CPU tensors. The store tells the members of one channel apart from those
+/// of another. Collectives are checked: ranks that call different ones all get CommError with both sides.
+std::shared_ptr<Channel> open_inproc(const Rendezvous& rendezvous);
+
+/// No communication at all; needs no store.
+std::shared_ptr<Channel> open_fake(const Rendezvous& rendezvous);
+
+}  // namespace fsdp::comm
