@@ -1,0 +1,35 @@
+#pragma once
+#include <filesystem>
+#include <optional>
+#include <vector>
+
+#include <torch/torch.h>
+
+#include "gpt_model.h"
+
+namespace gpt {
+
+struct ShardingOptions {
+  bool enabled = true;
+  bool reshard_after_forward = true;
+  bool bf16 = false;
+};
+
+/// The model that is trained: the plain GPT, or the same one sharded. The rest of the program does not care which.
+class Model {
+ public:
+  /// Collective if enabled. One group a block, and one of what is left.
+  Model(GPT net, const ShardingOptions& options);
+
+  at::Tensor operator()(const at::Tensor& tokens) const;
+  /// False: backward keeps its gradients to itself, as in all but the last micro-batch of a step.
+  void set_requires_gradient_sync(bool sync);
+  std::vector<at::Tensor> parameters() const { return net_->parameters(); }
+
+  GPT& net() { return net_; }
+
+ private:
+  GPT net_;
+};
+
+}  // namespace gpt
