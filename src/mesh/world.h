@@ -12,6 +12,8 @@
 
 namespace fsdp::mesh {
 
+class MeshState;
+
 /// The ranks that were launched together, and the store where they meet. One a process; ranks that are threads (in
 /// tests) each bind their own to their thread, and `current()` finds that first. A world belongs to one thread at a
 /// time.
@@ -40,6 +42,9 @@ class World {
   /// call: collective.
   comm::Channel& channel();
 
+  /// The 1D mesh over the whole world that models get which are given none; empty while no model uses it.
+  std::weak_ptr<MeshState>& default_mesh() { return default_mesh_; }
+
   /// Null for a world of one rank and for the fake engine.
   const c10::intrusive_ptr<c10d::Store>& store() const { return store_; }
 
@@ -50,6 +55,7 @@ class World {
   std::chrono::milliseconds timeout_;
   std::map<std::string, int> opened_;  // channels opened so far per label and members
   std::shared_ptr<comm::Channel> channel_;
+  std::weak_ptr<MeshState> default_mesh_;
 };
 
 }  // namespace fsdp::mesh

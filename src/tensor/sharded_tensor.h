@@ -8,14 +8,13 @@
 #include <fsdp/device_mesh.h>
 #include <fsdp/dtensor.h>
 
+#include "shard/layout.h"
+
 /// The sharded tensor: what rooms above the engine may ask of one.
 namespace fsdp::tensor {
 
 /// Rows [begin, end) of the tensor's dim 0 that a rank holds. A 0-dim tensor counts as one row.
-struct RowRange {
-  int64_t begin = 0;
-  int64_t end = 0;
-};
+using RowRange = shard::RowRange;
 
 bool is_sharded(const at::Tensor& tensor);
 /// This rank's rows of a sharded tensor, sharing memory.

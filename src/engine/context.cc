@@ -1,0 +1,644 @@
+#include "engine/context.h"
+
+#include <algorithm>
+#include <cmath>
+#include <sstream>
+
+#include <ATen/ATen.h>
+#include <fsdp/error.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include "mesh/mesh_state.h"
+
+namespace fsdp::engine {
+namespace {
+
+constexpr size_t kReductionsInFlight = 2;
+
+int graph_task() { return torch::autograd::get_current_graph_task_id(); }
+
+void mix(uint64_t& hash, uint64_t value) { hash = (hash ^ value) * 0x9E3779B97F4A7C15ull + (hash >> 29); }
+
+}  // namespace
+
+/// Lives in the autograd graph task of a backward, as its final callback's capture: the task drops it run or not, so
+/// that a backward that threw is noticed.
+struct Context::BackwardToken {
+  explicit BackwardToken(std::weak_ptr<Context> c) : context(std::move(c)) {}
+  ~BackwardToken() {
+    if (ended) return;
+    if (auto alive = context.lock()) alive->abandon_backward();
+  }
+  std::weak_ptr<Context> context;
+  bool ended = false;
+};
+
+std::shared_ptr<Context> Context::create(const std::vector<ParamGroup*>& groups, const DeviceMesh& mesh) {
+  auto context = std::make_shared<Context>(mesh);
+  auto& self = *context;
+  self.rank_ = mesh.state()->world()->rank();
+  for (auto* group : groups) {
+    if (group->context_) {
+      auto& old = *group->context_;
+      if (old.phase_ != Phase::kIdle) {
+        throw InvalidArgument("libfsdp: group '" + group->name() +
+                              "' is in the middle of a forward or backward; shard the enclosing module before the "
+                              "first step, or call reset_iter_state() first");
+      }
+      for (auto*& place : old.groups_) {
+        if (place == group) place = nullptr;
+      }
+    }
+    group->drop_discarded();
+    group->reshard();
+    group->context_ = context;
+    auto& place = group->place;
+    auto* parent = place.parent;
+    place = ParamGroup::Place{};
+    place.parent = parent;
+    place.id = static_cast<int>(self.groups_.size());
+    place.first_param = static_cast<int>(self.param_count_);
+    self.param_count_ += group->params().size();
+    self.groups_.push_back(group);
+  }
+  // Flags of an exchange: used (a parameter), touched or issued (a group), late (a group).
+  self.flag_count_ = self.param_count_ + 2 * self.groups_.size();
+  self.used_.assign(self.param_count_, 0);
+  self.agreement_ = std::make_unique<Agreement>(mesh.state()->flat_channel(mesh::Lane::kGather), self.flag_count_);
+  return context;
+}
+
+void Context::remove(ParamGroup& group) {
+  for (auto*& place : groups_) {
+    if (place == &group) place = nullptr;
+  }
+  if (phase_ != Phase::kFailed) {
+    phase_ = Phase::kFailed;
+    failure_ = "part of the model (group '" + group.name() + "') was destroyed";
+  }
+  open_.clear();
+  ahead_.clear();
+  to_reduce_.clear();
+  reducing_.clear();
+  current_ = nullptr;
+}
+
+void Context::log(const char* act, const ParamGroup& group, int64_t bytes) {
+  events_.push_back({phase_, act, group.name(), bytes});
+}
+
+void Context::count_all_reduce(const ParamGroup& group) {
+  ++stats_.all_reduces;
+  log("all-reduce", group, 0);
+}
+
+double Context::pre_divide_factor(const ParamGroup& group) const {
+  double factor = 1;
+  while (factor * factor < static_cast<double>(group.world_ * group.replicas_)) factor *= 2;
+  return factor;
+}
+
+// --- phases ---------------------------------------------------------------------------------------------------------
+
+uint64_t Context::state_key(uint64_t salt) const {
+  uint64_t key = 1;
+  mix(key, salt);
+  mix(key, config_);
+  for (const auto* group : groups_) {
+    if (group && group->state() != GatherState::kSharded) mix(key, static_cast<uint64_t>(group->place.id) + 2);
+  }
+  return key;
+}
+
+std::vector<uint8_t> Context::begin_phase(Phase phase, Step step, uint64_t salt, const std::vector<uint8_t>& flags) {
+  if (phase_ == Phase::kFailed) refuse_failed();
+  if (phase_ != Phase::kIdle) {
+    throw InvariantError("libfsdp: rank " + std::to_string(rank_) +
+                         " begins a forward or backward while another one of the same model is under way");
+  }
+  for (auto* group : groups_) {
+    if (!group) continue;
+    group->drop_discarded();
+    if (group->state() != GatherState::kSharded && group->stale()) group->reshard();
+  }
+  ahead_.clear();
+  open_.clear();
+  current_ = nullptr;
+  auto joined = flags;
+  if (!meet({step, 0, state_key(salt)}, joined)) {
+    // A group that only some ranks used stays whole on those only. All see it, and all start over from shards.
+    for (auto* group : groups_) {
+      if (group) group->reshard();
+    }
+    joined = flags;
+    if (!meet({step, 0, state_key(salt)}, joined)) {
+      const std::string what =
+          "libfsdp: ranks begin a step with different settings: which parameters require gradients, prefetch lists "
+          "and reshard flags must be the same on every rank (found on rank " +
+          std::to_string(rank_) + ")";
+      phase_ = Phase::kFailed;
+      failure_ = what;
+      throw CommError(what);
+    }
+  }
+  schedule_.begin(state_key(salt));
+  phase_ = phase;
+  return joined;
+}
+
+bool Context::meet(const Ticket& ticket, std::vector<uint8_t>& flags) {
+  const auto mine = flags;
+  while (true) {
+    ++stats_.agreements;
+    const auto outcome = agreement_->exchange(ticket, flags);
+    if (outcome.failed) report(outcome, ticket);
+    if (outcome.equal) {
+      if (ticket.step == Step::kGather) {
+        if (ticket.key == 0) schedule_.note(static_cast<int>(ticket.group));
+        issue_gather(static_cast<int>(ticket.group), true);
+      }
+      return true;
+    }
+    // Ranks went different ways. Whoever needs a gather gets it, lowest rank first: the others take part and ask again.
+    const auto wish = std::find_if(outcome.tickets.begin(), outcome.tickets.end(),
+                                   [](const Ticket& t) { return t.step == Step::kGather; });
+    if (wish == outcome.tickets.end()) {
+      const bool same_step = std::all_of(outcome.tickets.begin(), outcome.tickets.end(),
+                                         [&](const Ticket& t) { return t.step == ticket.step; });
+      if (same_step) return false;
+      report(outcome, ticket);
+    }
+    if (wish->key == 0) schedule_.note(static_cast<int>(wish->group));
+    const bool wanted = ticket.step == Step::kGather && ticket.group == wish->group;
+    if (wanted) {
+      issue_gather(static_cast<int>(wish->group), true);
+      return true;
+    }
+    auto& group = *group_at(static_cast<int>(wish->group));
+    ++stats_.gathers;
+    log("all-gather", group, group.unsharded_bytes());
+    group.join_gather();
+    flags = mine;
+  }
+}
+
+std::string Context::describe(const Ticket& ticket) const {
+  switch (ticket.step) {
+    case Step::kForward:
+      return "begins a forward";
+    case Step::kForwardNoGrad:
+      return "begins a forward under no_grad";
+    case Step::kBackward:
+      return "begins a backward";
+    case Step::kBackwardEnd:
+      return "ends a backward";
+    case Step::kGather: {
+      const auto* group = ticket.group < groups_.size() ? groups_[ticket.group] : nullptr;
+      return "needs the parameters of group '" + (group ? group->name() : std::string("?")) + "'";
+    }
+  }
+  return "?";
+}
+
+void Context::report(const Agreement::Outcome& outcome, const Ticket& mine) {
+  std::ostringstream out;
+  out << "libfsdp: rank " << rank_ << " " << describe(mine) << ", but ";
+  bool first = true;
+  for (size_t r = 0; r < outcome.tickets.size(); ++r) {
+    if (!outcome.messages[r].empty()) {
+      out << (first ? "" : "; ") << "rank " << r << " gave up: " << outcome.messages[r];
+      first = false;
+    } else if (!outcome.failed && outcome.tickets[r].step != mine.step) {
+      out << (first ? "" : "; ") << "rank " << r << " " << describe(outcome.tickets[r]);
+      first = false;
+    }
+  }
+  out << ". Every rank must run the same steps; after handling the error, call reset_iter_state() on every rank.";
+  drain();
+  phase_ = Phase::kFailed;
+  failure_ = out.str();
+  schedule_.abandon();
+  throw CommError(failure_);
+}
+
+void Context::refuse_failed() const {
+  throw CommError("libfsdp: rank " + std::to_string(rank_) +
+                  ": an earlier forward or backward of this model failed (" + failure_ +
+                  "); call reset_iter_state() on the root, on every rank, before the next step");
+}
+
+void Context::drain() noexcept {
+  try {
+    while (auto next = schedule_.next()) issue_gather(schedule_.take(), false);
+    if (phase_ == Phase::kBackward) {
+      while (next_reduce_ < to_reduce_.size()) issue_reduce(*to_reduce_[next_reduce_++]);
+    }
+  } catch (const std::exception&) {
+    // The wire is broken too: nobody can be helped, and the first error is the one to show.
+  }
+}
+
+void Context::give_up(const std::string& what) noexcept {
+  drain();
+  try {
+    agreement_->post_failure(what);
+  } catch (const std::exception&) {
+  }
+  phase_ = Phase::kFailed;
+  failure_ = what;
+  schedule_.abandon();
+}
+
+void Context::reset() {
+  if (phase_ != Phase::kFailed) give_up("reset_iter_state() was called");
+  agreement_->settle();
+  for (auto* group : groups_) {
+    if (!group) continue;
+    group->drop_discarded();
+    group->reshard();
+    group->drop_discarded();
+    group->drop_gradients();
+    auto& place = group->place;
+    place.touched = place.issued = place.late = place.pinned = false;
+  }
+  std::fill(used_.begin(), used_.end(), 0);
+  open_.clear();
+  ahead_.clear();
+  to_reduce_.clear();
+  reducing_.clear();
+  next_reduce_ = 0;
+  current_ = nullptr;
+  forward_depth_ = 0;
+  backward_since_forward_ = true;
+  schedule_.abandon();
+  phase_ = Phase::kIdle;
+}
+
+// --- gathers --------------------------------------------------------------------------------------------------------
+
+void Context::issue_gather(int id, bool wanted) {
+  auto& group = *group_at(id);
+  ++stats_.gathers;
+  log("all-gather", group, group.unsharded_bytes());
+  if (std::find(order_.begin(), order_.end(), id) == order_.end()) order_.push_back(id);
+  if (group.state() == GatherState::kSharded) {
+    group.begin_gather();
+    ahead_.push_back({&group, wanted});
+  } else {
+    group.join_gather();  // whole here already; the others count on this rank
+  }
+}
+
+void Context::advance_to(size_t position) {
+  while (!schedule_.done() && schedule_.cursor() <= position) issue_gather(schedule_.take(), false);
+}
+
+void Context::fetch(ParamGroup& group) {
+  if (const auto position = schedule_.find(group.place.id)) {
+    advance_to(*position);
+    return;
+  }
+  // Not foreseen: first everything that the others expect, then ask.
+  while (!schedule_.done()) issue_gather(schedule_.take(), false);
+  auto flags = no_flags();
+  meet({Step::kGather, static_cast<uint32_t>(group.place.id), 0}, flags);
+}
+
+void Context::consume(ParamGroup& group) {
+  const auto found =
+      std::find_if(ahead_.begin(), ahead_.end(), [&](const Ahead& ahead) { return ahead.group == &group; });
+  if (found == ahead_.end()) return;
+  // What was passed on the way is not used by this rank.
+  std::deque<Ahead> rest;
+  for (auto at = ahead_.begin(); at != ahead_.end(); ++at) {
+    if (at == found) continue;
+    if (at < found && !at->wanted) {
+      at->group->reshard();
+    } else {
+      rest.push_back(*at);
+    }
+  }
+  ahead_ = std::move(rest);
+}
+
+void Context::prefetch_after(ParamGroup& group) {
+  const bool backward = phase_ == Phase::kBackward;
+  auto& place = group.place;
+  if (backward ? place.explicit_backward_prefetch : place.explicit_forward_prefetch) {
+    for (auto* next : backward ? place.backward_prefetch : place.forward_prefetch) {
+      if (next->state() != GatherState::kSharded) continue;
+      fetch(*next);
+      for (auto& ahead : ahead_) ahead.wanted = ahead.wanted || ahead.group == next;
+    }
+    return;
+  }
+  if (!ahead_.empty()) return;
+  const auto next = schedule_.next();
+  if (next && group_at(*next)->state() == GatherState::kSharded) issue_gather(schedule_.take(), false);
+}
+
+void Context::open(ParamGroup& group) {
+  while (!open_.empty() && !group.is_inside(*open_.back())) {
+    close(*open_.back());
+    open_.pop_back();
+  }
+  if (open_.empty() || open_.back() != &group) open_.push_back(&group);
+}
+
+void Context::close(ParamGroup& group) {
+  const auto& flags = group.flags();
+  if (phase_ == Phase::kBackward ? flags.reshard_after_backward : flags.reshard_after_forward) group.reshard();
+  if (current_ == &group) current_ = nullptr;
+}
+
+bool Context::whole_here() const { return forward_depth_ > 0 || (!in_hooks_ && graph_task() >= 0); }
+
+void Context::touch(ParamGroup& group) {
+  const int task = graph_task();
+  if (&group == current_ && task == current_task_ && group.state() == GatherState::kUnsharded) return;
+  touch_slow(group, task);
+}
+
+void Context::touch_slow(ParamGroup& group, int task) {
+  if (phase_ == Phase::kFailed) refuse_failed();
+  try {
+    if (task >= 0 && phase_ != Phase::kForward) ensure_backward(task);
+    open(group);
+    if (group.state() != GatherState::kUnsharded) {
+      if (group.state() == GatherState::kSharded) fetch(group);
+      consume(group);
+      group.finish_gather();
+      current_ = &group;
+      current_task_ = task;
+      if (phase_ == Phase::kForward && forward_records_) group.place.touched = true;
+      prefetch_after(group);
+      return;
+    }
+    if (phase_ == Phase::kForward && forward_records_) group.place.touched = true;
+    current_ = &group;
+    current_task_ = task;
+  } catch (const CommError& error) {
+    if (phase_ != Phase::kFailed) {
+      phase_ = Phase::kFailed;
+      failure_ = error.what();
+      schedule_.abandon();
+    }
+    throw;
+  }
+}
+
+// --- forward --------------------------------------------------------------------------------------------------------
+
+void Context::enter_forward(ParamGroup& group) {
+  if (forward_depth_ == 0 && graph_task() < 0) {
+    forward_records_ = at::GradMode::is_enabled() && !c10::InferenceMode::is_enabled();
+    if (phase_ == Phase::kIdle) {
+      const bool accumulating = forward_records_ && !backward_since_forward_;
+      if (!accumulating) events_.clear();
+      if (forward_records_ && backward_since_forward_) {
+        for (auto* g : groups_) {
+          if (g) g->place.touched = false;
+        }
+        backward_since_forward_ = false;
+      }
+    }
+    begin_phase(Phase::kForward, forward_records_ ? Step::kForward : Step::kForwardNoGrad,
+                forward_records_ ? 1 : 2, no_flags());
+  } else if (phase_ == Phase::kFailed) {
+    refuse_failed();
+  }
+  ++forward_depth_;
+}
+
+void Context::leave_forward(ParamGroup& group) {
+  --forward_depth_;
+  if (phase_ != Phase::kForward) return;  // recomputed inside a backward, which closes its groups itself
+  if (forward_depth_ > 0) {
+    while (!open_.empty() && open_.back()->is_inside(group)) {
+      close(*open_.back());
+      open_.pop_back();
+    }
+    return;
+  }
+  while (!schedule_.done()) issue_gather(schedule_.take(), false);
+  for (auto& ahead : ahead_) ahead.group->reshard();
+  ahead_.clear();
+  for (auto* g : open_) close(*g);
+  open_.clear();
+  current_ = nullptr;
+  phase_ = Phase::kIdle;
+}
+
+void Context::fail_forward(ParamGroup& group, const std::string& what) {
+  forward_depth_ = std::max(0, forward_depth_ - 1);
+  if (forward_depth_ == 0 && phase_ == Phase::kForward) {
+    give_up("its forward threw" + (current_ ? " in group '" + current_->name() + "'" : "") + ": " + what);
+  }
+}
+
+// --- backward -------------------------------------------------------------------------------------------------------
+
+void Context::ensure_backward(int task) {
+  if (phase_ == Phase::kBackward) return;  // this one, or a task nested in it
+  auto flags = no_flags();
+  uint64_t salt = 3;
+  for (auto* group : groups_) {
+    if (!group) continue;
+    group->update_membership();
+    flags[param_count_ + static_cast<size_t>(group->place.id)] = group->place.touched;
+    for (const auto& param : group->params()) mix(salt, param->wants_gradient());
+    mix(salt, group->flags().sync_gradients);
+  }
+  flags = begin_phase(Phase::kBackward, Step::kBackward, salt, flags);
+
+  // Gradients are complete in the reverse of the order in which groups were first used: the one order of reductions.
+  to_reduce_.clear();
+  next_reduce_ = 0;
+  for (auto id = order_.rbegin(); id != order_.rend(); ++id) {
+    auto* group = group_at(*id);
+    const bool touched = flags[param_count_ + static_cast<size_t>(*id)];
+    if (group && touched && group->flags().sync_gradients && group->has_members()) to_reduce_.push_back(group);
+  }
+  backward_since_forward_ = true;
+
+  auto token = std::make_shared<BackwardToken>(weak_from_this());
+  torch::autograd::Engine::get_default_engine().queue_callback([token] {
+    token->ended = true;
+    if (auto context = token->context.lock()) context->finish_backward();
+  });
+}
+
+void Context::on_gradient(ShardedParam& param, const at::Tensor& gradient) {
+  if (phase_ == Phase::kFailed) refuse_failed();
+  auto& group = param.group();
+  if (phase_ == Phase::kForward) {
+    throw NotSupported("libfsdp: rank " + std::to_string(rank_) + ": a gradient of parameter '" + param.name() +
+                       "' arrives while the forward of its model is still running; call backward() after the forward "
+                       "returned (autograd::grad with respect to inputs is fine inside it)");
+  }
+  ensure_backward(graph_task());
+  auto unsharded = param.slot().run_gradient_hooks(gradient);
+  if (!unsharded.defined()) return;
+  if (unsharded.requires_grad()) {
+    throw NotSupported("libfsdp: rank " + std::to_string(rank_) + ": the gradient of parameter '" + param.name() +
+                       "' requires grad itself (backward(create_graph=true)); reducing it would cut it off. Use "
+                       "autograd::grad with create_graph for the inner gradient, then backward() for the outer one");
+  }
+  at::NoGradGuard no_grad;
+  group.store_gradient(param, std::move(unsharded));
+  used_[static_cast<size_t>(group.place.first_param) + param.index()] = 1;
+  if (group.place.issued) {
+    group.place.late = true;
+    return;
+  }
+  if (!group.complete()) return;
+  if (group.flags().reshard_after_backward) {
+    group.reshard();
+    if (current_ == &group) current_ = nullptr;
+  }
+  issue_ready_reductions();
+}
+
+bool Context::ready_to_reduce(const ParamGroup& group) const {
+  // A group that only other ranks use has nothing to wait for.
+  return group.complete() || (!group.place.touched && !group.holds_gradients());
+}
+
+void Context::issue_ready_reductions() {
+  while (next_reduce_ < to_reduce_.size() && ready_to_reduce(*to_reduce_[next_reduce_])) {
+    limit_reductions();
+    issue_reduce(*to_reduce_[next_reduce_++]);
+  }
+}
+
+void Context::limit_reductions() {
+  if (reducing_.size() >= kReductionsInFlight) reducing_[reducing_.size() - kReductionsInFlight]->wait_oldest_input();
+}
+
+void Context::issue_reduce(ParamGroup& group) {
+  ++stats_.reduces;
+  log("reduce-scatter", group, group.unsharded_bytes());
+  group.begin_reduce();
+  group.place.issued = true;
+  reducing_.push_back(&group);
+}
+
+void Context::finish_backward() {
+  try {
+    while (!schedule_.done()) issue_gather(schedule_.take(), false);
+    for (auto& ahead : ahead_) ahead.group->reshard();
+    ahead_.clear();
+
+    auto flags = no_flags();
+    const size_t groups_at = param_count_, late_at = param_count_ + groups_.size();
+    for (auto* group : groups_) {
+      if (!group || !group->flags().sync_gradients) continue;
+      const auto first = static_cast<size_t>(group->place.first_param), n = group->params().size();
+      std::copy_n(used_.begin() + static_cast<int64_t>(first), n, flags.begin() + static_cast<int64_t>(first));
+      flags[groups_at + static_cast<size_t>(group->place.id)] = group->place.issued;
+      flags[late_at + static_cast<size_t>(group->place.id)] = group->place.late;
+    }
+    if (!meet({Step::kBackwardEnd}, flags)) throw InvariantError("libfsdp: tickets without keys differ");
+
+    const auto anywhere = [&](const ParamGroup& group) {
+      const auto* used = flags.data() + group.place.first_param;
+      return flags[groups_at + static_cast<size_t>(group.place.id)] ||
+             std::any_of(used, used + group.params().size(), [](uint8_t flag) { return flag != 0; });
+    };
+    for (; next_reduce_ < to_reduce_.size(); ++next_reduce_) {
+      if (anywhere(*to_reduce_[next_reduce_])) {
+        limit_reductions();
+        issue_reduce(*to_reduce_[next_reduce_]);
+      }
+    }
+    // Gradients that no forward announced (a second backward over a kept graph), then those that came too late.
+    for (auto id = order_.rbegin(); id != order_.rend(); ++id) {
+      auto* group = group_at(*id);
+      if (!group || group->place.issued || !group->flags().sync_gradients || !anywhere(*group)) continue;
+      limit_reductions();
+      issue_reduce(*group);
+    }
+    for (auto* group : groups_) {
+      if (group && flags[late_at + static_cast<size_t>(group->place.id)]) issue_reduce(*group);
+    }
+    for (auto* group : reducing_) group->finish_reduce(flags.data() + group->place.first_param);
+
+    auto reduced = std::move(reducing_);
+    reducing_.clear();
+    to_reduce_.clear();
+    next_reduce_ = 0;
+    for (auto* group : groups_) {
+      if (!group) continue;
+      if (group->flags().reshard_after_backward) group->reshard();
+      group->drop_discarded();
+      group->remember_arrivals();
+      const bool handed_out = group->place.issued && group->flags().all_reduce_gradients;
+      if (handed_out) {
+        std::fill_n(used_.begin() + group->place.first_param, group->params().size(), uint8_t{0});
+      }
+      group->place.late = false;
+      group->place.pinned = false;
+    }
+    open_.clear();
+    current_ = nullptr;
+    phase_ = Phase::kIdle;
+
+    // Hooks last: they may step an optimizer, and see the model between iterations.
+    in_hooks_ = true;
+    for (auto* group : reduced) {
+      if (!group->place.issued) continue;
+      group->place.issued = false;
+      if (!group->flags().all_reduce_gradients) continue;
+      for (const auto& param : group->params()) {
+        if (flags[static_cast<size_t>(group->place.first_param) + param->index()]) {
+          param->slot().run_post_accumulate_hooks();
+        }
+      }
+    }
+    in_hooks_ = false;
+  } catch (const std::exception& error) {
+    in_hooks_ = false;
+    if (phase_ == Phase::kBackward) {
+      phase_ = Phase::kFailed;
+      failure_ = error.what();
+      schedule_.abandon();
+    }
+    throw;
+  }
+}
+
+void Context::abandon_backward() noexcept {
+  if (phase_ == Phase::kBackward) give_up("its backward threw");
+}
+
+// --- by hand --------------------------------------------------------------------------------------------------------
+
+void Context::unshard(ParamGroup& group, bool wait) {
+  if (phase_ == Phase::kFailed) refuse_failed();
+  if (phase_ == Phase::kIdle) {
+    group.drop_discarded();
+    if (group.state() != GatherState::kSharded && group.stale()) group.reshard();
+    if (group.state() == GatherState::kSharded) {
+      auto flags = no_flags();
+      meet({Step::kGather, static_cast<uint32_t>(group.place.id), 1}, flags);
+      ahead_.clear();
+    }
+    group.place.pinned = true;
+  } else if (group.state() == GatherState::kSharded) {
+    fetch(group);
+    for (auto& ahead : ahead_) ahead.wanted = ahead.wanted || ahead.group == &group;
+  }
+  if (wait && group.state() == GatherState::kGathering) {
+    consume(group);
+    group.finish_gather();
+  }
+}
+
+void Context::reshard(ParamGroup& group) {
+  group.reshard();
+  group.place.pinned = false;
+  if (current_ == &group) current_ = nullptr;
+}
+
+}  // namespace fsdp::engine

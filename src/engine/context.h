@@ -1,0 +1,146 @@
+#pragma once
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "engine/agreement.h"
+#include "engine/param_group.h"
+#include "engine/schedule.h"
+#include "engine/stats.h"
+
+namespace fsdp::engine {
+
+enum class Phase {
+  kIdle,
+  kForward,
+  kBackward,
+  kFailed,  // until reset()
+};
+
+/// One line of an iteration's schedule.
+struct Event {
+  Phase phase;
+  const char* act;
+  std::string group;
+  int64_t bytes;
+};
+
+/// All groups of one model on one rank, and when they communicate.
+///
+/// A touch (an operator that reads a group's parameters, reported by the tensor room) opens the group: it is gathered
+/// if it has to be, and groups that the touched one is not inside of are closed. Nothing else starts a gather. Within
+/// an iteration all ranks issue the same collectives in the same order; docs/design/schedule.md says how.
+class Context : public std::enable_shared_from_this<Context> {
+ public:
+  /// Takes over `groups` (in module order, parents set), from earlier contexts too. Collective: all ranks call it alike.
+  static std::shared_ptr<Context> create(const std::vector<ParamGroup*>& groups, const DeviceMesh& mesh);
+  explicit Context(const DeviceMesh& mesh) : mesh_(mesh) {}
+
+  Stats& stats() { return stats_; }
+  const std::vector<ParamGroup*>& groups() const { return groups_; }
+  const std::vector<Event>& events() const { return events_; }
+  const DeviceMesh& mesh() const { return mesh_; }
+  Phase phase() const { return phase_; }
+  int rank() const { return rank_; }
+
+  // --- forward ----------------------------------------------------------------------------------------------------
+  /// A forward begins / returned / threw, of the module whose group is `group`.
+  void enter_forward(ParamGroup& group);
+  void leave_forward(ParamGroup& group);
+  void fail_forward(ParamGroup& group, const std::string& what);
+
+  /// Whether a parameter means the whole here: inside a forward, or in a graph task of autograd.
+  bool whole_here() const;
+  /// An operator reads parameters of `group`; returns with its leaves whole.
+  void touch(ParamGroup& group);
+
+  // --- backward ---------------------------------------------------------------------------------------------------
+  void on_gradient(ShardedParam& param, const at::Tensor& gradient);
+  double pre_divide_factor(const ParamGroup& group) const;
+
+  // --- by hand ----------------------------------------------------------------------------------------------------
+  void unshard(ParamGroup& group, bool wait);
+  void reshard(ParamGroup& group);
+  /// The user changed something that the order of gathers depends on.
+  void note_config_change() { ++config_; }
+  /// Ends what is in flight and forgets the iteration. Collective.
+  void reset();
+
+  void remove(ParamGroup& group);
+  void count_all_reduce(const ParamGroup& group);
+
+ private:
+  struct BackwardToken;
+  friend struct BackwardToken;
+
+  void touch_slow(ParamGroup& group, int task);
+  void ensure_backward(int task);
+  void finish_backward();
+  void abandon_backward() noexcept;
+
+  /// All ranks begin `phase` together; returns the union of the flags.
+  std::vector<uint8_t> begin_phase(Phase phase, Step step, uint64_t salt, const std::vector<uint8_t>& flags);
+  /// Meets the other ranks with this ticket, serving their gathers until all hold it. False: all are at the same step
+  /// but their keys differ.
+  bool meet(const Ticket& ticket, std::vector<uint8_t>& flags);
+  void fetch(ParamGroup& group);
+  void issue_gather(int group, bool wanted);
+  void advance_to(size_t position);
+  void prefetch_after(ParamGroup& group);
+  void consume(ParamGroup& group);
+  void open(ParamGroup& group);
+  void close(ParamGroup& group);
+  void issue_reduce(ParamGroup& group);
+  void issue_ready_reductions();
+  bool ready_to_reduce(const ParamGroup& group) const;
+  void limit_reductions();
+  /// Issues everything that the other ranks count on, so that giving up here cannot leave them waiting.
+  void drain() noexcept;
+  void give_up(const std::string& what) noexcept;
+  [[noreturn]] void refuse_failed() const;
+  [[noreturn]] void report(const Agreement::Outcome& outcome, const Ticket& mine);
+  std::string describe(const Ticket& ticket) const;
+  uint64_t state_key(uint64_t salt) const;
+  ParamGroup* group_at(int id) const { return groups_[static_cast<size_t>(id)]; }
+  void log(const char* act, const ParamGroup& group, int64_t bytes);
+  std::vector<uint8_t> no_flags() const { return std::vector<uint8_t>(flag_count_, 0); }
+
+  DeviceMesh mesh_;
+  int rank_ = 0;
+  std::vector<ParamGroup*> groups_;  // by id
+  std::unique_ptr<Agreement> agreement_;
+  size_t param_count_ = 0, flag_count_ = 0;
+  Schedule schedule_;
+  Stats stats_;
+
+  Phase phase_ = Phase::kIdle;
+  std::string failure_;
+  std::vector<uint8_t> used_;  // by parameter: a gradient came that no reduction has handed out yet
+  int forward_depth_ = 0;
+  bool in_hooks_ = false;
+  bool backward_since_forward_ = false;
+  bool forward_records_ = false;  // the forward under way records gradients
+  uint64_t config_ = 0;           // bumped when a user changes what the order of gathers may depend on
+
+  // The open groups, outermost first, and the last touch (the fast path's test).
+  std::vector<ParamGroup*> open_;
+  ParamGroup* current_ = nullptr;
+  int current_task_ = -1;
+
+  struct Ahead {
+    ParamGroup* group;
+    bool wanted;  // somebody asked for it by name; not just passed on the way
+  };
+  std::deque<Ahead> ahead_;       // issued, not yet touched
+  std::vector<int> order_;        // groups by their first gather ever: the same on all ranks
+  std::vector<ParamGroup*> to_reduce_;  // still to be issued in this backward, in the agreed order
+  size_t next_reduce_ = 0;
+  std::vector<ParamGroup*> reducing_;   // issued, in order, not finished
+  std::weak_ptr<BackwardToken> backward_;
+
+  std::vector<Event> events_;
+};
+
+}  // namespace fsdp::engine

@@ -1,0 +1,452 @@
+#include "engine/param_group.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include <ATen/ATen.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/record_function.h>
+#include <fsdp/error.h>
+
+#include "base/memory.h"
+#include "engine/context.h"
+#include "mesh/mesh_state.h"
+
+namespace fsdp::engine {
+namespace {
+
+int64_t width(at::ScalarType type) { return static_cast<int64_t>(c10::elementSize(type)); }
+
+// Views that are handed out, or that only the engine sees, must not be autograd views.
+struct PlainTensors {
+  at::AutoDispatchBelowADInplaceOrView below;
+};
+
+std::string with_group(const std::string& what, const std::string& group, const char* act) {
+  return what + " (while waiting for the " + act + " of group '" + group + "')";
+}
+
+template <class Fn>
+void naming_group(const std::string& group, const char* act, Fn&& fn) {
+  try {
+    fn();
+  } catch (const TimeoutError& error) {
+    throw TimeoutError(with_group(error.what(), group, act));
+  } catch (const CommError& error) {
+    throw CommError(with_group(error.what(), group, act));
+  }
+}
+
+}  // namespace
+
+ParamGroup::ParamGroup(std::string name, const std::vector<NamedParam>& params, const DeviceMesh& mesh,
+                       const DtypePolicy& policy)
+    : mesh_(mesh),
+      policy_(policy),
+      device_(params.empty() ? c10::Device(mesh.device_type()) : params[0].tensor.device()) {
+  at::NoGradGuard no_grad;
+  c10::InferenceMode normal(false);
+  set_name(std::move(name));
+  const int64_t axis = mesh.ndim() - 1;  // the shard axis; a first axis replicates
+  auto& state = *mesh.state();
+  gather_channel_ = state.axis_channel(axis, mesh::Lane::kGather);
+  reduce_channel_ = state.axis_channel(axis, mesh::Lane::kReduce);
+  world_ = mesh.shape()[axis];
+  rank_ = mesh.coordinate(axis);
+  if (axis > 0) {
+    replica_channel_ = state.axis_channel(0, mesh::Lane::kReduce);
+    replicas_ = mesh.shape()[0];
+  }
+
+  std::vector<const NamedParam*> sorted;
+  for (const auto& param : params) sorted.push_back(&param);
+  std::stable_sort(sorted.begin(), sorted.end(), [](const NamedParam* a, const NamedParam* b) {
+    return width(a->tensor.scalar_type()) > width(b->tensor.scalar_type());
+  });
+
+  std::vector<shard::FlatLayout::Array> stored, gathered;
+  for (const auto* param : sorted) {
+    const auto& tensor = param->tensor;
+    const bool casts = policy.param_dtype && tensor.is_floating_point() && *policy.param_dtype != tensor.scalar_type();
+    const auto dtype = casts ? *policy.param_dtype : tensor.scalar_type();
+    casts_ = casts_ || casts;
+    params_.push_back(std::make_unique<ShardedParam>(this, param->name, tensor, dtype));
+    auto& p = *params_.back();
+    p.index_ = params_.size() - 1;
+    stored.push_back({p.rows(), p.row_numel() * width(tensor.scalar_type())});
+    gathered.push_back({p.rows(), p.row_numel() * width(dtype)});
+  }
+  const shard::FlatLayout store(stored, world_);
+  gather_layout_ = std::make_unique<shard::FlatLayout>(gathered, world_);
+
+  PlainTensors plain;
+  flat_shard_ = at::empty({store.segments().length(rank_)}, at::TensorOptions().dtype(at::kByte).device(device_));
+  for (size_t i = 0; i < params_.size(); ++i) {
+    auto& param = *params_[i];
+    const auto rows = shard::rows_of_rank(param.rows(), world_, rank_);
+    auto sizes = param.sizes();
+    if (sizes.empty()) sizes.push_back(0);
+    sizes[0] = rows.size();
+    auto view = flat_shard_.narrow(0, store.local_offset(i, rank_), store.local_length(i, rank_));
+    auto local = view.view(param.dtype()).view(sizes);
+    const auto& whole = sorted[i]->tensor;
+    local.copy_((whole.dim() == 0 ? whole.reshape({1}) : whole).narrow(0, rows.begin, rows.size()));
+    // Its own storage handle with a fresh impl: the version counter is then the leaf's alone.
+    param.attach_shard(local.alias());
+  }
+}
+
+ParamGroup::~ParamGroup() {
+  if (context_) context_->remove(*this);
+}
+
+void ParamGroup::set_name(std::string name) {
+  name_ = std::move(name);
+  gather_label_ = "libfsdp::all_gather " + name_;
+  reduce_label_ = "libfsdp::reduce_scatter " + name_;
+}
+
+void ParamGroup::note_param_bytes(int64_t n) {
+  if (context_) context_->stats().unsharded_params.add(n);
+}
+
+void ParamGroup::note_gradient_bytes(int64_t n) {
+  if (context_) context_->stats().unsharded_gradients.add(n);
+}
+
+bool ParamGroup::is_inside(const ParamGroup& other) const {
+  for (const auto* group = this; group; group = group->place.parent) {
+    if (group == &other) return true;
+  }
+  return false;
+}
+
+// --- parameters -----------------------------------------------------------------------------------------------------
+
+at::Tensor ParamGroup::gather_input() const {
+  if (!casts_) return flat_shard_;
+  auto source = at::empty({gather_layout_->segments().length(rank_)}, flat_shard_.options());
+  for (size_t i = 0; i < params_.size(); ++i) {
+    const auto& param = *params_[i];
+    auto place = source.narrow(0, gather_layout_->local_offset(i, rank_), gather_layout_->local_length(i, rank_));
+    place.view(param.leaf().scalar_type()).copy_(param.shard().reshape({-1}));
+  }
+  return source;
+}
+
+void ParamGroup::begin_gather() {
+  TORCH_INTERNAL_ASSERT(state_ == GatherState::kSharded);
+  RECORD_FUNCTION(gather_label_, {});
+  c10::InferenceMode normal(false);
+  at::NoGradGuard no_grad;
+  PlainTensors plain;
+  gather_source_ = gather_input();
+  if (world_ > 1) {
+    gathered_ = at::empty({gather_layout_->segments().total()}, flat_shard_.options());
+    note_param_bytes(gathered_.nbytes());
+    gathering_ = gather_channel_->all_gather(gathered_, gather_source_, gather_layout_->segments());
+  }
+  for (auto& param : params_) param->filled_version_ = param->version();
+  state_ = GatherState::kGathering;
+}
+
+void ParamGroup::finish_gather() {
+  TORCH_INTERNAL_ASSERT(state_ == GatherState::kGathering);
+  if (gathering_) naming_group(name_, "all-gather", [&] { gathering_->wait(); });
+  gathering_.reset();
+  const at::Tensor& flat = world_ > 1 ? gathered_ : gather_source_;
+  const char* from = static_cast<const char*>(flat.const_data_ptr());
+  for (size_t i = 0; i < params_.size(); ++i) {
+    auto& param = *params_[i];
+    param.allocate_leaf();
+    char* to = static_cast<char*>(param.leaf_.unsafeGetTensorImpl()->unsafe_storage().mutable_data());
+    gather_layout_->for_each_piece(i, [&](int64_t flat_at, int64_t at, int64_t n) {
+      base::copy_bytes(to + at, from + flat_at, n, device_);
+    });
+  }
+  note_param_bytes(unsharded_bytes());
+  if (world_ > 1) note_param_bytes(-static_cast<int64_t>(gathered_.nbytes()));
+  gathered_.reset();
+  gather_source_.reset();
+  state_ = GatherState::kUnsharded;
+}
+
+void ParamGroup::reshard() {
+  if (state_ == GatherState::kUnsharded) {
+    for (auto& param : params_) param->release_leaf();
+    note_param_bytes(-unsharded_bytes());
+  } else if (state_ == GatherState::kGathering) {
+    if (gathering_) discarded_.push_back({std::move(gathered_), std::move(gather_source_), std::move(gathering_)});
+    gathered_.reset();
+    gather_source_.reset();
+  }
+  state_ = GatherState::kSharded;
+}
+
+void ParamGroup::join_gather() {
+  if (world_ == 1) return;
+  c10::InferenceMode normal(false);
+  at::NoGradGuard no_grad;
+  PlainTensors plain;
+  auto source = gather_input();
+  auto flat = at::empty({gather_layout_->segments().total()}, flat_shard_.options());
+  note_param_bytes(flat.nbytes());
+  auto pending = gather_channel_->all_gather(flat, source, gather_layout_->segments());
+  discarded_.push_back({std::move(flat), std::move(source), std::move(pending)});
+}
+
+void ParamGroup::drop_discarded() {
+  for (auto& gather : discarded_) {
+    naming_group(name_, "all-gather", [&] { gather.pending->wait(); });
+    note_param_bytes(-static_cast<int64_t>(gather.flat.nbytes()));
+  }
+  discarded_.clear();
+}
+
+bool ParamGroup::stale() const {
+  return std::any_of(params_.begin(), params_.end(),
+                     [](const auto& param) { return param->filled_version_ != param->version(); });
+}
+
+void ShardedParam::write_back() {
+  at::NoGradGuard no_grad;
+  PlainTensors plain;
+  const auto rows = shard::rows_of_rank(rows_, group_->world_, group_->rank_);
+  if (leaf_.scalar_type() != dtype_) {
+    throw NotSupported("libfsdp: parameter '" + name_ +
+                       "' was written in place inside forward while a mixed precision policy gathers it in another "
+                       "dtype; the write cannot be kept. Write it outside forward, under no_grad.");
+  }
+  // The leaf's key would send this through the fallback again; its bytes are here.
+  c10::impl::ExcludeDispatchKeyGuard below_key(kKey);
+  shard_.copy_((leaf_.dim() == 0 ? leaf_.view({1}) : leaf_).narrow(0, rows.begin, rows.size()));
+  filled_version_ = version();
+}
+
+// --- gradients ------------------------------------------------------------------------------------------------------
+
+at::ScalarType ParamGroup::reduce_dtype(const ShardedParam& param) const {
+  if (!c10::isFloatingType(param.dtype())) return param.dtype();
+  return policy_.reduce_dtype.value_or(policy_.param_dtype.value_or(param.dtype()));
+}
+
+void ParamGroup::capture(ShardedParam& param, const at::Tensor& gradient) { context_->on_gradient(param, gradient); }
+
+void ParamGroup::update_membership() {
+  bool changed = false;
+  for (auto& param : params_) changed = changed || (param->wants_gradient() || param->held_) != param->in_bucket_;
+  if (!changed) return;
+  PlainTensors plain;
+  at::NoGradGuard no_grad;
+  // What is held goes into the new layout, parameter by parameter.
+  std::vector<at::Tensor> held(params_.size());
+  for (size_t i = 0; i < params_.size(); ++i) {
+    auto& param = *params_[i];
+    if (!param.held_) continue;
+    auto& bucket = *buckets_[param.bucket_];
+    held[i] = at::empty({param.numel()}, bucket.input.options());
+    bucket.layout->for_each_piece(param.bucket_index_, [&](int64_t flat_at, int64_t at, int64_t n) {
+      held[i].narrow(0, at, n).copy_(bucket.input.narrow(0, flat_at, n));
+    });
+  }
+  for (auto& bucket : buckets_) {
+    if (bucket->input.defined()) note_gradient_bytes(-static_cast<int64_t>(bucket->input.nbytes()));
+    TORCH_INTERNAL_ASSERT(!bucket->partial.defined(), "requires_grad changed while a replica sum is pending");
+  }
+  buckets_.clear();
+  for (auto& param : params_) {
+    param->in_bucket_ = param->wants_gradient() || param->held_;
+    if (!param->in_bucket_) continue;
+    const auto dtype = reduce_dtype(*param);
+    auto found = std::find_if(buckets_.begin(), buckets_.end(), [&](const auto& b) { return b->dtype == dtype; });
+    if (found == buckets_.end()) {
+      buckets_.push_back(std::make_shared<Bucket>(Bucket{dtype, {}, nullptr, {}, {}}));
+      found = buckets_.end() - 1;
+    }
+    param->bucket_ = found - buckets_.begin();
+    param->bucket_index_ = (*found)->params.size();
+    (*found)->params.push_back(param.get());
+  }
+  for (auto& bucket : buckets_) {
+    std::vector<shard::FlatLayout::Array> arrays;
+    for (auto* param : bucket->params) arrays.push_back({param->rows(), param->row_numel()});
+    bucket->layout = std::make_unique<shard::FlatLayout>(std::move(arrays), world_);
+  }
+  for (size_t i = 0; i < params_.size(); ++i) {
+    if (!held[i].defined()) continue;
+    params_[i]->held_ = false;
+    store_gradient(*params_[i], held[i].view(params_[i]->sizes()));
+    --params_[i]->arrivals_;
+  }
+}
+
+void ParamGroup::store_gradient(ShardedParam& param, at::Tensor gradient) {
+  if (!param.in_bucket_) update_membership();
+  auto& bucket = *buckets_[param.bucket_];
+  if (!bucket.input.defined()) {
+    bucket.input = at::empty({bucket.layout->segments().total()},
+                             at::TensorOptions().dtype(bucket.dtype).device(device_));
+    note_gradient_bytes(bucket.input.nbytes());
+  }
+  // A gradient may itself be a sharded tensor's alias (d(w.v)/dv is w): the dispatcher then finds its bytes.
+  if (gradient.is_sparse()) gradient = gradient.to_dense();
+  if (gradient.key_set().has(kKey)) gradient = gradient.clone();
+  if (gradient.scalar_type() != bucket.dtype) gradient = gradient.to(bucket.dtype);
+  gradient = gradient.contiguous();
+  if (param.held_) {
+    PlainTensors plain;
+    const auto flat = gradient.view({-1});
+    bucket.layout->for_each_piece(param.bucket_index_, [&](int64_t flat_at, int64_t at, int64_t n) {
+      bucket.input.narrow(0, flat_at, n).add_(flat.narrow(0, at, n));
+    });
+  } else {
+    const int64_t bytes = width(bucket.dtype);
+    char* to = static_cast<char*>(bucket.input.data_ptr());
+    const char* from = static_cast<const char*>(gradient.const_data_ptr());
+    bucket.layout->for_each_piece(param.bucket_index_, [&](int64_t flat_at, int64_t at, int64_t n) {
+      base::copy_bytes(to + flat_at * bytes, from + at * bytes, n * bytes, device_);
+    });
+  }
+  param.held_ = true;
+  ++param.arrivals_;
+}
+
+bool ParamGroup::holds_gradients() const {
+  return std::any_of(params_.begin(), params_.end(), [](const auto& param) { return param->held_; });
+}
+
+bool ParamGroup::complete() const {
+  return std::all_of(params_.begin(), params_.end(), [](const auto& param) {
+    return !param->in_bucket_ || param->arrivals_ >= param->expected_arrivals_;
+  });
+}
+
+void ParamGroup::begin_reduce() {
+  RECORD_FUNCTION(reduce_label_, {});
+  c10::InferenceMode normal(false);
+  at::NoGradGuard no_grad;
+  PlainTensors plain;
+  for (auto& bucket : buckets_) {
+    const auto options = at::TensorOptions().dtype(bucket->dtype).device(device_);
+    const auto& segments = bucket->layout->segments();
+    if (!bucket->input.defined()) {
+      bucket->input = at::zeros({segments.total()}, options);
+      note_gradient_bytes(bucket->input.nbytes());
+    } else {
+      for (auto* param : bucket->params) {
+        if (param->held_) continue;
+        bucket->layout->for_each_piece(param->bucket_index_, [&](int64_t flat_at, int64_t, int64_t n) {
+          bucket->input.narrow(0, flat_at, n).zero_();
+        });
+      }
+    }
+    // fp16 overflows in the sum: half of the division comes before it (finish_reduce does the rest).
+    if (bucket->dtype == at::kHalf) bucket->input.mul_(1.0 / context_->pre_divide_factor(*this));
+    Reduction reduction{bucket, std::move(bucket->input), {}, nullptr};
+    if (world_ > 1) {
+      reduction.output = at::empty({segments.length(rank_)}, options);
+      reduction.pending = reduce_channel_->reduce_scatter(reduction.output, reduction.input, segments);
+    } else {
+      reduction.output = reduction.input;
+    }
+    bucket->input.reset();
+    reductions_.push_back(std::move(reduction));
+  }
+  for (auto& param : params_) param->held_ = false;
+}
+
+void ParamGroup::wait_oldest_input() {
+  for (auto& reduction : reductions_) {
+    if (!reduction.input.defined()) continue;
+    if (reduction.pending) naming_group(name_, "reduce-scatter", [&] { reduction.pending->wait(); });
+    note_gradient_bytes(-static_cast<int64_t>(reduction.input.nbytes()));
+    reduction.pending.reset();
+    reduction.input.reset();
+  }
+}
+
+void ParamGroup::average(Bucket& bucket, at::Tensor& output) {
+  if (bucket.partial.defined()) {
+    output.add_(bucket.partial);
+    bucket.partial.reset();
+  }
+  if (replica_channel_ && replicas_ > 1) {
+    if (!flags_.all_reduce_gradients) {
+      bucket.partial = output;
+      output.reset();
+      return;
+    }
+    context_->count_all_reduce(*this);
+    naming_group(name_, "all-reduce", [&] { replica_channel_->all_reduce(output, comm::ReduceOp::kSum)->wait(); });
+  }
+  double factor = flags_.divide_factor > 0 ? flags_.divide_factor : static_cast<double>(world_ * replicas_);
+  if (bucket.dtype == at::kHalf) factor /= context_->pre_divide_factor(*this);
+  if (factor != 1 && c10::isFloatingType(bucket.dtype)) output.div_(factor);
+  if (factor != 1 && c10::isComplexType(bucket.dtype)) output.div_(factor);
+}
+
+at::Tensor ParamGroup::rows_of(const Bucket& bucket, size_t i, const at::Tensor& output) const {
+  const auto& param = *bucket.params[i];
+  return output.narrow(0, bucket.layout->local_offset(i, rank_), bucket.layout->local_length(i, rank_))
+      .view(param.shard().sizes());
+}
+
+void ParamGroup::finish_reduce(const uint8_t* used) {
+  at::NoGradGuard no_grad;
+  c10::InferenceMode normal(false);
+  wait_oldest_input();
+  while (!reductions_.empty()) {
+    auto reduction = std::move(reductions_.front());
+    reductions_.pop_front();
+    auto& bucket = *reduction.bucket;
+    {
+      PlainTensors plain;
+      average(bucket, reduction.output);
+    }
+    if (!reduction.output.defined()) continue;
+    for (size_t i = 0; i < bucket.params.size(); ++i) {
+      auto& param = *bucket.params[i];
+      if (!used[param.index()]) continue;
+      at::Tensor rows;
+      {
+        PlainTensors plain;
+        rows = rows_of(bucket, i, reduction.output);
+        if (rows.scalar_type() != param.dtype()) rows = rows.to(param.dtype());
+      }
+      param.slot().accumulate_gradient(rows);
+    }
+  }
+}
+
+void ParamGroup::remember_arrivals() {
+  const bool any = std::any_of(params_.begin(), params_.end(), [](const auto& param) { return param->arrivals_ > 0; });
+  for (auto& param : params_) {
+    if (any) param->expected_arrivals_ = param->arrivals_;
+    param->arrivals_ = 0;
+  }
+}
+
+void ParamGroup::drop_gradients() {
+  for (auto& reduction : reductions_) {
+    if (reduction.pending) {
+      try {
+        reduction.pending->wait();
+      } catch (const std::exception&) {
+        // The iteration is being given up; what is lost here was reported when it was waited for.
+      }
+    }
+    if (reduction.input.defined()) note_gradient_bytes(-static_cast<int64_t>(reduction.input.nbytes()));
+  }
+  reductions_.clear();
+  for (auto& bucket : buckets_) {
+    if (bucket->input.defined()) note_gradient_bytes(-static_cast<int64_t>(bucket->input.nbytes()));
+    bucket->input.reset();
+    bucket->partial.reset();
+  }
+  for (auto& param : params_) {
+    param->held_ = false;
+    param->arrivals_ = 0;
+  }
+}
+
+}  // namespace fsdp::engine

@@ -1,0 +1,177 @@
+#pragma once
+#include <deque>
+#include <utility>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+#include <fsdp/device_mesh.h>
+
+#include "comm/channel.h"
+#include "engine/sharded_param.h"
+#include "engine/stats.h"
+#include "shard/layout.h"
+
+namespace fsdp::engine {
+
+class Context;
+
+/// Where a group's parameters are.
+enum class GatherState {
+  kSharded,    // only the shards have bytes
+  kGathering,  // an all-gather is under way
+  kUnsharded,  // the leaves are whole
+};
+
+struct DtypePolicy {
+  std::optional<at::ScalarType> param_dtype;
+  std::optional<at::ScalarType> reduce_dtype;
+};
+
+/// What a user switches on a group; equal on all ranks.
+struct GroupFlags {
+  bool reshard_after_forward = true;
+  bool reshard_after_backward = true;
+  bool sync_gradients = true;
+  bool all_reduce_gradients = true;
+  double divide_factor = 0;  // 0: the number of ranks that contribute
+};
+
+struct NamedParam {
+  std::string name;
+  at::Tensor tensor;
+};
+
+/// Parameters that are gathered by one all-gather and whose gradients are reduced together, whichever face or layout
+/// made it. Knows how, not when: the order of collectives is the Context's.
+///
+/// Bytes: one flat buffer of this rank's rows, alive as long as the group (the shards are views of it); the leaves,
+/// whole, between finish_gather() and reshard(); one flat gather buffer while gathering; one flat buffer of unsharded
+/// gradients from the first arrival until its reduction is done.
+class ParamGroup {
+ public:
+  ParamGroup(std::string name, const std::vector<NamedParam>& params, const DeviceMesh& mesh,
+             const DtypePolicy& policy);
+  ~ParamGroup();
+  ParamGroup(const ParamGroup&) = delete;
+  ParamGroup& operator=(const ParamGroup&) = delete;
+
+  const std::string& name() const { return name_; }
+  void set_name(std::string name);
+  const DeviceMesh& mesh() const { return mesh_; }
+  const std::vector<std::unique_ptr<ShardedParam>>& params() const { return params_; }
+  GroupFlags& flags() { return flags_; }
+  int64_t unsharded_bytes() const { return gather_layout_->segments().total(); }
+  /// Bytes of this rank's persistent flat shard.
+  int64_t sharded_bytes() const { return flat_shard_.nbytes(); }
+
+  Context& context() const { return *context_; }
+  const std::shared_ptr<Context>& shared_context() const { return context_; }
+
+  // --- parameters -------------------------------------------------------------------------------------------------
+  GatherState state() const { return state_; }
+  /// to kGathering. Issues the all-gather.
+  void begin_gather();
+  /// kGathering to kUnsharded. Waits, and fills the leaves.
+  void finish_gather();
+  /// to kSharded. Frees the leaves; a gather under way is left to end unseen (see drop_discarded).
+  void reshard();
+  /// Takes part in an all-gather whose result this rank does not need.
+  void join_gather();
+  /// Waits for gathers that nobody wanted.
+  void drop_discarded();
+  /// True if a shard was written since the leaves were filled.
+  bool stale() const;
+
+  // --- gradients --------------------------------------------------------------------------------------------------
+  /// From autograd, on the thread of the backward: an unsharded gradient for `param`.
+  void capture(ShardedParam& param, const at::Tensor& gradient);
+  /// Writes a gradient into its place in the reduction's input, or adds it to what is there.
+  void store_gradient(ShardedParam& param, at::Tensor gradient);
+  /// Fits the reduction to the parameters that want gradients now.
+  void update_membership();
+  /// True if any parameter takes part in reductions.
+  bool has_members() const { return !buckets_.empty(); }
+  bool holds_gradients() const;
+  bool holds_gradient(const ShardedParam& param) const { return param.held_; }
+  /// True if every gradient that the last backward brought has arrived.
+  bool complete() const;
+  /// Issues the reduce-scatter of what is held; absent gradients count as zero.
+  void begin_reduce();
+  /// The oldest reduction: waits, averages, and hands gradients to the parameters for which used[i] is set.
+  void finish_reduce(const uint8_t* used);
+  /// Blocks until the oldest reduction's input may be freed.
+  void wait_oldest_input();
+  size_t reductions_in_flight() const { return reductions_.size(); }
+  /// A backward ended: what arrived is what the next one expects.
+  void remember_arrivals();
+  void drop_gradients();
+
+  // --- the Context's bookkeeping ----------------------------------------------------------------------------------
+  struct Place {
+    int id = -1;
+    int first_param = 0;  // index of params()[0] among all of the context's
+    ParamGroup* parent = nullptr;
+    bool touched = false;       // used by a forward that recorded gradients
+    bool issued = false;        // reduced in this backward
+    bool late = false;          // a gradient came after that
+    bool pinned = false;        // unshard() was called
+    std::vector<ParamGroup*> forward_prefetch, backward_prefetch;
+    bool explicit_forward_prefetch = false, explicit_backward_prefetch = false;
+  };
+  Place place;
+  void* face = nullptr;  // the face's own record of this group
+  bool is_inside(const ParamGroup& other) const;  // other is this group or one of its parents
+
+ private:
+  friend class Context;
+  struct Bucket {  // parameters that are reduced in one dtype
+    at::ScalarType dtype;
+    std::vector<ShardedParam*> params;
+    std::unique_ptr<shard::FlatLayout> layout;
+    at::Tensor input;    // rank-major; undefined until something arrives
+    at::Tensor partial;  // reduced over the shard axis, not yet over the replicas
+  };
+  struct Reduction {
+    std::shared_ptr<Bucket> bucket;
+    at::Tensor input, output;
+    std::unique_ptr<comm::Pending> pending;
+  };
+  void note_param_bytes(int64_t n);
+  void note_gradient_bytes(int64_t n);
+  at::Tensor gather_input() const;
+  void average(Bucket& bucket, at::Tensor& output);
+  at::Tensor rows_of(const Bucket& bucket, size_t i, const at::Tensor& output) const;
+  at::ScalarType reduce_dtype(const ShardedParam& param) const;
+
+  std::string name_, gather_label_, reduce_label_;
+  DeviceMesh mesh_;
+  DtypePolicy policy_;
+  GroupFlags flags_;
+  std::shared_ptr<Context> context_;
+  std::shared_ptr<comm::Channel> gather_channel_, reduce_channel_, replica_channel_;
+  int64_t world_ = 1, rank_ = 0, replicas_ = 1;
+  c10::Device device_;
+
+  std::vector<std::unique_ptr<ShardedParam>> params_;  // wider dtypes first, so that no view is misaligned
+  at::Tensor flat_shard_;                              // bytes
+  std::unique_ptr<shard::FlatLayout> gather_layout_;   // in bytes of the gathered dtypes
+  bool casts_ = false;                                 // shards are cast before they are gathered
+
+  GatherState state_ = GatherState::kSharded;
+  at::Tensor gathered_;  // flat, rank-major
+  at::Tensor gather_source_;
+  std::unique_ptr<comm::Pending> gathering_;
+  struct Discarded {
+    at::Tensor flat, source;
+    std::unique_ptr<comm::Pending> pending;
+  };
+  std::vector<Discarded> discarded_;
+
+  std::vector<std::shared_ptr<Bucket>> buckets_;
+  std::deque<Reduction> reductions_;
+};
+
+}  // namespace fsdp::engine

@@ -1,0 +1,85 @@
+#include "engine/sharded_param.h"
+
+#include <ATen/ops/empty.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include "engine/param_group.h"
+
+namespace fsdp::engine {
+namespace {
+
+// TensorImpl has no public way to add a key to an existing impl; a derived class may name the protected member.
+struct KeyAccess : c10::TensorImpl {
+  static c10::DispatchKeySet c10::TensorImpl::*member() { return &KeyAccess::key_set_; }
+};
+
+// Takes a gradient out of AccumulateGrad's hands as it arrives. A node pre-hook and not a tensor hook: a user's
+// register_hook on the parameter would replace those.
+struct CaptureHook : torch::autograd::FunctionPreHook {
+  explicit CaptureHook(c10::intrusive_ptr<LeafTag> t) : tag(std::move(t)) {}
+  torch::autograd::variable_list operator()(const torch::autograd::variable_list& gradients) override {
+    if (tag->param && gradients[0].defined()) tag->param->group().capture(*tag->param, gradients[0]);
+    return {at::Tensor()};
+  }
+  c10::intrusive_ptr<LeafTag> tag;
+};
+
+}  // namespace
+
+void tag_tensor(const at::Tensor& tensor, c10::intrusive_ptr<c10::BackendMeta> meta) {
+  auto* impl = tensor.unsafeGetTensorImpl();
+  impl->*KeyAccess::member() = impl->key_set().add(kKey);
+  impl->set_backend_meta(std::move(meta));
+}
+
+ShardedParam::ShardedParam(ParamGroup* group, std::string name, const at::Tensor& original,
+                           at::ScalarType gather_dtype)
+    : group_(group), name_(std::move(name)), sizes_(original.sizes().vec()), dtype_(original.scalar_type()) {
+  rows_ = sizes_.empty() ? 1 : sizes_[0];
+  row_numel_ = rows_ == 0 ? 0 : original.numel() / rows_;
+  leaf_ = at::empty(sizes_, original.options().dtype(gather_dtype).requires_grad(false));
+  tag_ = c10::make_intrusive<LeafTag>(this);
+  tag_tensor(leaf_, tag_);
+  release_leaf();
+  if (at::isDifferentiableType(dtype_)) {
+    // The accumulator exists only while the leaf requires gradients; keep it, a frozen parameter may thaw.
+    leaf_.set_requires_grad(true);
+    accumulator_ = torch::autograd::impl::grad_accumulator(leaf_);
+    accumulator_->add_pre_hook(std::make_unique<CaptureHook>(tag_));
+    leaf_.set_requires_grad(original.requires_grad());
+  }
+}
+
+ShardedParam::~ShardedParam() { tag_->param = nullptr; }
+
+void ShardedParam::attach_shard(at::Tensor shard) {
+  shard_ = std::move(shard);
+  shard_.unsafeGetTensorImpl()->set_version_counter(leaf_.unsafeGetTensorImpl()->version_counter());
+}
+
+void ShardedParam::sync_requires_grad() {
+  const bool wanted = slot_->requires_grad();
+  if (leaf_.requires_grad() != wanted) leaf_.set_requires_grad(wanted);
+}
+
+bool ShardedParam::wants_gradient() const {
+  return accumulator_ && (leaf_.requires_grad() || slot_->requires_grad());
+}
+
+size_t ShardedParam::leaf_nbytes() const { return static_cast<size_t>(numel()) * leaf_.element_size(); }
+
+bool ShardedParam::leaf_has_bytes() const { return leaf_.unsafeGetTensorImpl()->unsafe_storage().nbytes() != 0; }
+
+void ShardedParam::allocate_leaf() {
+  auto* storage = leaf_.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+  storage->set_data_ptr_noswap(storage->allocator()->allocate(leaf_nbytes()));
+  storage->set_nbytes(leaf_nbytes());
+}
+
+void ShardedParam::release_leaf() {
+  auto* storage = leaf_.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+  storage->set_data_ptr_noswap(storage->allocator()->allocate(0));
+  storage->set_nbytes(0);
+}
+
+}  // namespace fsdp::engine

@@ -1,0 +1,77 @@
+#include <fsdp/dtensor.h>
+
+#include <ostream>
+#include <sstream>
+
+#include <ATen/ATen.h>
+#include <fsdp/error.h>
+
+#include "tensor/facade.h"
+
+namespace fsdp {
+
+namespace {
+const tensor::FacadeTag& tag(const at::Tensor& t) { return *tensor::facade_of(t); }
+}  // namespace
+
+bool is_dtensor(const at::Tensor& tensor) { return tensor::facade_of(tensor) != nullptr; }
+
+DTensor dtensor(const at::Tensor& tensor) { return DTensor(tensor); }
+
+DTensor::DTensor(at::Tensor sharded) : tensor_(std::move(sharded)) {
+  if (!is_dtensor(tensor_)) {
+    throw InvalidArgument(
+        "libfsdp: dtensor() wants a sharded tensor (a parameter after fully_shard, its gradient, or an optimizer's "
+        "state for it), got an ordinary tensor");
+  }
+}
+
+const std::string& DTensor::name() const { return tag(tensor_).spec->name; }
+const std::vector<Placement>& DTensor::placements() const { return tag(tensor_).spec->placements; }
+const DeviceMesh& DTensor::device_mesh() const { return tag(tensor_).spec->mesh; }
+at::Tensor DTensor::to_local() const {
+  const auto& t = tag(tensor_);
+  return t.local;
+}
+
+at::Tensor DTensor::full_tensor() const {
+  const auto& facade = tag(tensor_);
+  const auto& spec = *facade.spec;
+  at::NoGradGuard no_grad;
+  std::vector<shard::FlatLayout::Array> arrays;
+  for (const auto& piece : spec.pieces) arrays.push_back({piece.rows, piece.row_numel});
+  const shard::FlatLayout layout(arrays, spec.mesh.shape().back());
+  auto channel = spec.channel();
+  const auto mine = facade.local.detach().contiguous().view({-1});
+  auto flat = at::empty({layout.segments().total()}, mine.options());
+  channel->all_gather(flat, mine, layout.segments())->wait();
+  // One piece is whole once gathered: ranks hold consecutive rows.
+  if (spec.pieces.size() == 1) return flat.view(spec.sizes);
+  auto out = at::empty_like(flat);
+  int64_t base = 0;
+  for (size_t i = 0; i < arrays.size(); ++i) {
+    layout.for_each_piece(i, [&](int64_t flat_at, int64_t at, int64_t n) {
+      out.narrow(0, base + at, n).copy_(flat.narrow(0, flat_at, n));
+    });
+    base += arrays[i].rows * arrays[i].row_units;
+  }
+  return out.view(spec.sizes);
+}
+
+std::ostream& operator<<(std::ostream& out, const DTensor& tensor) {
+  out << "DTensor(";
+  if (!tensor.name().empty()) out << "'" << tensor.name() << "', ";
+  out << "sizes=" << tensor.sizes() << ", placements=[";
+  for (size_t i = 0; i < tensor.placements().size(); ++i) {
+    const auto& placement = tensor.placements()[i];
+    if (i) out << ", ";
+    if (placement.kind == Placement::Kind::kShard) {
+      out << "Shard(" << placement.dim << ")";
+    } else {
+      out << "Replicate()";
+    }
+  }
+  return out << "], mesh=" << tensor.device_mesh() << ", local=\n" << tensor.to_local().detach() << ")";
+}
+
+}  // namespace fsdp

@@ -1,0 +1,144 @@
+#include "tensor/facade.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <fsdp/error.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include "engine/param_group.h"
+#include "tensor/sharded_tensor.h"
+
+namespace fsdp::tensor {
+namespace {
+
+// Global sizes and no storage: reading a data pointer throws instead of crashing.
+struct FacadeImpl : c10::TensorImpl {
+  FacadeImpl(const at::Tensor& local, c10::IntArrayRef sizes)
+      : c10::TensorImpl(local.key_set().add(engine::kKey), local.dtype(), local.device()) {
+    set_sizes_contiguous(sizes);
+    set_storage_access_should_throw();
+  }
+};
+
+c10::intrusive_ptr<FacadeImpl> make_impl(SpecPtr spec, at::Tensor local, std::shared_ptr<engine::ShardedParam> param) {
+  auto impl = c10::make_intrusive<FacadeImpl>(local, spec->sizes);
+  impl->set_backend_meta(c10::make_intrusive<FacadeTag>(std::move(spec), std::move(local), std::move(param)));
+  return impl;
+}
+
+/// The parameter that a C++ module, its optimizer and its user hold.
+class FacadeSlot : public engine::Slot {
+ public:
+  explicit FacadeSlot(const at::Tensor& parameter) : impl_(parameter.getIntrusivePtr()) {}
+
+  bool requires_grad() const override {
+    const auto parameter = lock();
+    return parameter.defined() && parameter.requires_grad();
+  }
+
+  at::Tensor run_gradient_hooks(at::Tensor gradient) override {
+    const auto parameter = lock();
+    if (!parameter.defined()) return gradient;
+    for (const auto& hook : torch::autograd::impl::hooks(parameter)) gradient = (*hook)({gradient})[0];
+    return gradient;
+  }
+
+  void accumulate_gradient(const at::Tensor& local) override {
+    const auto parameter = lock();
+    if (!parameter.defined()) return;
+    auto& gradient = parameter.mutable_grad();
+    const auto& spec = facade_of(parameter)->spec;
+    if (!gradient.defined()) {
+      gradient = make_facade(spec, local);
+    } else if (auto* held = facade_of(gradient)) {
+      held->local.add_(local);
+    } else {
+      // The user put a plain, whole gradient there: from now on it lies as the parameter does.
+      const auto rows = spec->rows(spec->pieces[0]);
+      const auto whole = gradient.dim() == 0 ? gradient.reshape({1}) : gradient;
+      if (gradient.sizes() != c10::IntArrayRef(spec->sizes)) {
+        throw InvalidArgument("libfsdp: parameter '" + spec->name + "' has a .grad of other sizes than its own; " +
+                              "set it to an undefined tensor before backward");
+      }
+      gradient = make_facade(spec, whole.narrow(0, rows.begin, rows.size()) + local);
+    }
+  }
+
+  void run_post_accumulate_hooks() override {
+    const auto parameter = lock();
+    if (!parameter.defined()) return;
+    if (auto& hook = torch::autograd::impl::post_acc_grad_hooks(parameter)) (*hook)(parameter);
+  }
+
+ private:
+  at::Tensor lock() const {
+    auto strong = impl_.lock();
+    return strong ? at::Tensor(std::move(strong)) : at::Tensor();
+  }
+  mutable c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> impl_;
+};
+
+}  // namespace
+
+at::Tensor make_facade(SpecPtr spec, at::Tensor local) {
+  return at::Tensor(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim(
+      make_impl(std::move(spec), std::move(local), nullptr).release()));
+}
+
+void become_facade(const at::Tensor& tensor, SpecPtr spec, at::Tensor local,
+                   std::shared_ptr<engine::ShardedParam> param) {
+  const auto counter = local.unsafeGetTensorImpl()->version_counter();
+  tensor.unsafeGetTensorImpl()->shallow_copy_from(make_impl(std::move(spec), std::move(local), std::move(param)));
+  tensor.unsafeGetTensorImpl()->set_version_counter(counter);
+}
+
+void become_parameter(const at::Tensor& parameter, SpecPtr spec, std::shared_ptr<engine::ShardedParam> param) {
+  param->set_slot(std::make_unique<FacadeSlot>(parameter));
+  // gradient_edge(parameter) is the leaf's accumulator: autograd::grad with respect to the parameter finds it.
+  if (param->accumulator() && parameter.requires_grad()) {
+    torch::autograd::impl::set_grad_accumulator(
+        parameter, c10::weak_intrusive_ptr<torch::autograd::Node>(param->accumulator()));
+  } else if (param->accumulator()) {
+    parameter.set_requires_grad(true);
+    torch::autograd::impl::set_grad_accumulator(
+        parameter, c10::weak_intrusive_ptr<torch::autograd::Node>(param->accumulator()));
+    parameter.set_requires_grad(false);
+  }
+  if (parameter.grad().defined() && !facade_of(parameter.grad())) {
+    // A gradient from before sharding: this rank keeps its rows.
+    const auto rows = spec->rows(spec->pieces[0]);
+    const auto& old = parameter.grad();
+    at::NoGradGuard no_grad;
+    parameter.mutable_grad() =
+        make_facade(spec, (old.dim() == 0 ? old.reshape({1}) : old).narrow(0, rows.begin, rows.size()).clone());
+  }
+  become_facade(parameter, std::move(spec), param->shard(), param);
+}
+
+// --- sharded_tensor.h -----------------------------------------------------------------------------------------------
+
+bool is_sharded(const at::Tensor& tensor) { return facade_of(tensor) != nullptr; }
+
+static FacadeTag& require_facade(const at::Tensor& tensor) {
+  auto* tag = facade_of(tensor);
+  if (!tag) throw InvalidArgument("libfsdp: expected a sharded tensor, got an ordinary one");
+  return *tag;
+}
+
+at::Tensor local_of(const at::Tensor& sharded) { return require_facade(sharded).local; }
+
+RowRange rows_of(const at::Tensor& sharded) {
+  const auto& spec = *require_facade(sharded).spec;
+  const auto rows = spec.rows(spec.pieces[0]);
+  return rows;
+}
+
+at::Tensor sharded_like(const at::Tensor& like, at::Tensor local) {
+  const auto& tag = require_facade(like);
+  if (local.sizes() != tag.local.sizes()) {
+    throw InvalidArgument("libfsdp: sharded_like('" + tag.spec->name + "'): the local part has other sizes");
+  }
+  return make_facade(tag.spec, std::move(local));
+}
+
+}  // namespace fsdp::tensor

@@ -1,0 +1,40 @@
+#pragma once
+#include <memory>
+
+#include <ATen/core/Tensor.h>
+
+#include "engine/sharded_param.h"
+#include "tensor/spec.h"
+
+namespace fsdp::tensor {
+
+/// What a sharded tensor stands for. Parameters have `param`; gradients and optimizer states do not.
+struct FacadeTag : engine::Tag {
+  FacadeTag(SpecPtr s, at::Tensor l, std::shared_ptr<engine::ShardedParam> p)
+      : Tag(Kind::kSharded), spec(std::move(s)), local(std::move(l)), param(std::move(p)) {}
+  SpecPtr spec;
+  at::Tensor local;  // a plain tensor
+  std::shared_ptr<engine::ShardedParam> param;
+};
+
+/// The tag of a tensor with kKey; null for ordinary tensors (and for a view that nobody tagged).
+inline engine::Tag* tag_of(const c10::TensorImpl* impl) {
+  if (!impl->key_set().has(engine::kKey)) return nullptr;
+  return static_cast<engine::Tag*>(const_cast<c10::TensorImpl*>(impl)->get_backend_meta());
+}
+inline FacadeTag* facade_of(const at::Tensor& tensor) {
+  if (!tensor.defined()) return nullptr;
+  auto* tag = tag_of(tensor.unsafeGetTensorImpl());
+  return tag && tag->kind == engine::Tag::Kind::kSharded ? static_cast<FacadeTag*>(tag) : nullptr;
+}
+
+/// A new sharded tensor without bytes of its own.
+at::Tensor make_facade(SpecPtr spec, at::Tensor local);
+/// Turns an existing tensor, in place and keeping its identity and autograd metadata, into one. Its bytes are let go.
+void become_facade(const at::Tensor& tensor, SpecPtr spec, at::Tensor local,
+                   std::shared_ptr<engine::ShardedParam> param = nullptr);
+
+/// Makes `parameter` stand for `param`: the C++ slot. Gives `param` its slot.
+void become_parameter(const at::Tensor& parameter, SpecPtr spec, std::shared_ptr<engine::ShardedParam> param);
+
+}  // namespace fsdp::tensor
