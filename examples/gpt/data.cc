@@ -97,8 +97,8 @@ Corpus::Corpus(const fs::path& path, int64_t context, int64_t max_bytes) : conte
 
   std::string train, validation;
   for (int64_t i = 0; i * block < total; ++i) {
-    (i % kEvery == kEvery - 1 ? validation : train).append(text, static_cast<size_t>(i * block),
-                                                           static_cast<size_t>(block));
+    (i % kEvery == kEvery - 1 ? validation : train)
+        .append(text, static_cast<size_t>(i * block), static_cast<size_t>(block));
   }
   train_ = to_tensor(train);
   validation_ = to_tensor(validation);

@@ -9,8 +9,8 @@
 #include <optional>
 #include <string>
 
-#include <CLI/Error.hpp>
 #include <fsdp/fsdp.h>
+#include <CLI/Error.hpp>
 
 #include "data.h"
 #include "metrics.h"
@@ -41,14 +41,14 @@ void compare_between_ranks(const Corpus& corpus) {
   }
 }
 
-void print_setup(const Options& options, const Model& model, const Corpus& corpus, bool sharded) {
+void print_setup(const Options& options, const Model& model, const Corpus& corpus) {
   int64_t count = 0;
   for (const auto& parameter : model.parameters()) count += parameter.numel();
   std::printf("data: %lld files, %.1f MB to train on, %.1f MB to validate on (%s)\n",
               static_cast<long long>(corpus.files()), static_cast<double>(corpus.train_bytes()) / 1e6,
               static_cast<double>(corpus.validation_bytes()) / 1e6, options.data.c_str());
   std::printf("model: %.2f M parameters, %s on %d rank%s; %lld tokens a step\n", static_cast<double>(count) / 1e6,
-              sharded ? "sharded" : "plain", fsdp::world_size(), fsdp::world_size() == 1 ? "" : "s",
+              model.sharded() ? "sharded" : "plain", fsdp::world_size(), fsdp::world_size() == 1 ? "" : "s",
               static_cast<long long>(options.batch * options.model.context));
   std::fflush(stdout);
 }
@@ -62,13 +62,16 @@ void train(const Options& options) {
 
   torch::manual_seed(options.seed);  // every rank begins with the same values
   const bool sharded = options.shard || options.bf16 || fsdp::world_size() > 1;
-  Model model(GPT(options.model),
-              {.enabled = sharded, .reshard_after_forward = options.reshard, .bf16 = options.bf16});
+  Model model(GPT(options.model), {.enabled = sharded, .reshard_after_forward = options.reshard, .bf16 = options.bf16});
   Trainer trainer(options, model, corpus);
-  if (first_rank) print_setup(options, model, corpus, sharded);
+  if (first_rank) print_setup(options, model, corpus);
 
   std::optional<MetricsFile> metrics;
   int64_t step = options.resume ? trainer.load(*options.resume) : 0;
+  if (step >= options.steps) {
+    throw CLI::ValidationError("--resume: the checkpoint is at step " + std::to_string(step) + " of --steps " +
+                               std::to_string(options.steps) + ": nothing is left to do; give more --steps");
+  }
   if (first_rank) {
     std::filesystem::create_directories(options.out);
     metrics.emplace(options.metrics(), step);
@@ -99,8 +102,9 @@ void train(const Options& options) {
   const auto text = finished && options.sample_bytes > 0 ? sample(model, options) : std::string();
   if (!first_rank) return;
   if (!text.empty()) std::printf("\n--- sample ---\n%s\n--------------\n", printable(text).c_str());
-  std::printf("\n%lld steps in %.0f s; checkpoint in %s, metrics in %s\n", static_cast<long long>(progress.steps_done()),
-              progress.seconds(), options.checkpoint().c_str(), options.metrics().c_str());
+  std::printf("\n%lld steps in %.0f s; checkpoint in %s, metrics in %s\n",
+              static_cast<long long>(progress.steps_done()), progress.seconds(), options.checkpoint().c_str(),
+              options.metrics().c_str());
   if (row.val_loss) std::printf("validation loss %.3f\n", *row.val_loss);
   std::printf("final loss %.3f (first loss %.3f, %lld steps, %d ranks)\n", row.loss, metrics->first_loss(),
               static_cast<long long>(step), fsdp::world_size());

@@ -17,15 +17,21 @@ Options parse_options(int argc, char** argv) {
 
   const std::string model = "Model";
   app.add_option("--layers", o.model.layers, "Transformer blocks")->check(CLI::PositiveNumber)->group(model);
-  app.add_option("--heads", o.model.heads, "Attention heads; divides the width")->check(CLI::PositiveNumber)->group(model);
+  app.add_option("--heads", o.model.heads, "Attention heads; divides the width")
+      ->check(CLI::PositiveNumber)
+      ->group(model);
   app.add_option("--width", o.model.width, "Width of the residual stream")->check(CLI::PositiveNumber)->group(model);
-  app.add_option("--context", o.model.context, "Bytes that a prediction looks back on")->check(CLI::PositiveNumber)->group(model);
+  app.add_option("--context", o.model.context, "Bytes that a prediction looks back on")
+      ->check(CLI::PositiveNumber)
+      ->group(model);
   app.add_flag("--tied,!--untied", o.model.tied, "The head shares the token embedding")->group(model);
 
   const std::string training = "Training";
   app.add_option("--steps", o.steps, "Optimizer steps of the whole run")->check(CLI::PositiveNumber)->group(training);
   app.add_option("--batch", o.batch, "Rows of a step, over all ranks")->check(CLI::PositiveNumber)->group(training);
-  app.add_option("--accumulate", o.accumulate, "Micro-batches that a step is cut into")->check(CLI::PositiveNumber)->group(training);
+  app.add_option("--accumulate", o.accumulate, "Micro-batches that a step is cut into")
+      ->check(CLI::PositiveNumber)
+      ->group(training);
   app.add_option("--lr", o.lr, "Highest learning rate")->check(CLI::PositiveNumber)->group(training);
   app.add_option("--min-lr", o.min_lr, "Last learning rate, of --lr")->check(CLI::Range(0.0, 1.0))->group(training);
   app.add_option("--warmup", o.warmup, "Steps of linear warm-up")->check(CLI::NonNegativeNumber)->group(training);
@@ -38,21 +44,39 @@ Options parse_options(int argc, char** argv) {
   app.add_flag("--reshard,!--no-reshard", o.reshard, "Free a block's parameters after its forward")->group(ranks);
   app.add_flag("--bf16", o.bf16, "Compute in bfloat16, reduce in float32; implies --shard")->group(ranks);
   app.add_option("--threads", o.threads, "Threads of a rank")->check(CLI::Range(1, 1024))->group(ranks);
-  app.add_option("--timeout", o.timeout_s, "Seconds that a rank waits for its peers")->check(CLI::PositiveNumber)->group(ranks);
+  app.add_option("--timeout", o.timeout_s, "Seconds that a rank waits for its peers")
+      ->check(CLI::PositiveNumber)
+      ->group(ranks);
 
   const std::string progress = "Progress";
-  app.add_option("--eval-every", o.eval_every, "Steps between validations; 0: at the end")->check(CLI::NonNegativeNumber)->group(progress);
-  app.add_option("--eval-batches", o.eval_batches, "Batches of a validation")->check(CLI::PositiveNumber)->group(progress);
-  app.add_option("--save-every", o.save_every, "Steps between checkpoints; 0: at the end")->check(CLI::NonNegativeNumber)->group(progress);
+  app.add_option("--eval-every", o.eval_every, "Steps between validations; 0: at the end")
+      ->check(CLI::NonNegativeNumber)
+      ->group(progress);
+  app.add_option("--eval-batches", o.eval_batches, "Batches of a validation")
+      ->check(CLI::PositiveNumber)
+      ->group(progress);
+  app.add_option("--save-every", o.save_every, "Steps between checkpoints; 0: at the end")
+      ->check(CLI::NonNegativeNumber)
+      ->group(progress);
   app.add_option("--resume", o.resume, "Continue from OUT/checkpoint, or from this one")
-      ->expected(0, 1)->default_str("")->group(progress);
-  app.add_option("--log-seconds", o.log_seconds, "Between lines of progress")->check(CLI::NonNegativeNumber)->group(progress);
+      ->expected(0, 1)
+      ->default_str("")
+      ->group(progress);
+  app.add_option("--log-seconds", o.log_seconds, "Between lines of progress")
+      ->check(CLI::NonNegativeNumber)
+      ->group(progress);
 
   const std::string sample = "Sample";
-  app.add_option("--sample-bytes", o.sample_bytes, "Length of the text written at the end")->check(CLI::NonNegativeNumber)->group(sample);
+  app.add_option("--sample-bytes", o.sample_bytes, "Length of the text written at the end")
+      ->check(CLI::NonNegativeNumber)
+      ->group(sample);
   app.add_option("--prompt", o.prompt, "What the text begins with")->group(sample);
-  app.add_option("--temperature", o.temperature, "0 takes the likeliest byte")->check(CLI::NonNegativeNumber)->group(sample);
-  app.add_option("--top-k", o.top_k, "Draw from so many likeliest bytes; 0: all")->check(CLI::NonNegativeNumber)->group(sample);
+  app.add_option("--temperature", o.temperature, "0 takes the likeliest byte")
+      ->check(CLI::NonNegativeNumber)
+      ->group(sample);
+  app.add_option("--top-k", o.top_k, "Draw from so many likeliest bytes; 0: all")
+      ->check(CLI::NonNegativeNumber)
+      ->group(sample);
 
   try {
     app.parse(argc, argv);

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <iostream>
+#include <map>
 #include <numbers>
 #include <stdexcept>
 #include <string>
@@ -23,6 +25,14 @@ std::vector<torch::optim::OptimizerParamGroup> parameter_groups(const Model& mod
   return {group(std::move(matrices), options.weight_decay), group(std::move(others), 0)};
 }
 
+/// What decides the course of a run besides the model. A resumed run that differs in it takes another course.
+std::map<std::string, std::string> run_identity(const Options& options) {
+  return {{"seed", std::to_string(options.seed)},
+          {"batch", std::to_string(options.batch)},
+          {"steps", std::to_string(options.steps)},
+          {"lr", std::to_string(options.lr)}};
+}
+
 }  // namespace
 
 Trainer::Trainer(const Options& options, Model& model, const Corpus& corpus)
@@ -31,9 +41,9 @@ Trainer::Trainer(const Options& options, Model& model, const Corpus& corpus)
 at::Tensor Trainer::loss_of(const Batch& rows) const {
   const auto& [x, y] = rows;
   const auto logits = model_(x);
-  const auto sum = torch::nn::functional::cross_entropy(
-      logits.flatten(0, 1).to(torch::kFloat), y.flatten(),
-      torch::nn::functional::CrossEntropyFuncOptions().reduction(torch::kSum));
+  const auto sum =
+      torch::nn::functional::cross_entropy(logits.flatten(0, 1).to(torch::kFloat), y.flatten(),
+                                           torch::nn::functional::CrossEntropyFuncOptions().reduction(torch::kSum));
   return sum * fsdp::world_size();
 }
 
@@ -86,8 +96,20 @@ double Trainer::evaluate() {
   return fsdp::all_reduce_mean(torch::tensor({mean}, torch::kDouble)).item<double>();
 }
 
-void Trainer::save(int64_t) {}
+void Trainer::save(int64_t step) {
+  fsdp::save(*model_.net(), optimizer_, options_.checkpoint(), {.step = step, .metadata = run_identity(options_)});
+}
 
-int64_t Trainer::load(const std::filesystem::path&) { return 0; }
+int64_t Trainer::load(const std::filesystem::path& checkpoint) {
+  const auto info = fsdp::load(*model_.net(), optimizer_, checkpoint);
+  for (const auto& [name, value] : run_identity(options_)) {
+    const auto saved = info.metadata.find(name);
+    if (saved != info.metadata.end() && saved->second != value && fsdp::rank() == 0) {
+      std::cerr << "gpt: note: the checkpoint's run had --" + name + " " + saved->second + ", this one has " + value +
+                       ": it goes on, but does not follow that run\n";
+    }
+  }
+  return info.step;
+}
 
 }  // namespace gpt

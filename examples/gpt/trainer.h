@@ -13,7 +13,7 @@ struct StepResult {
   double loss = 0;       ///< mean over the global batch, before the update
   double grad_norm = 0;  ///< before clipping
   double lr = 0;
-  bool stop = false;     ///< some rank was asked to stop
+  bool stop = false;  ///< some rank was asked to stop
 };
 
 /// AdamW over a model and a corpus. Every method is collective; results are equal on every rank.
