@@ -13,17 +13,6 @@ namespace {
 
 using Json = nlohmann::json;
 
-std::string describe(DType dtype, const std::vector<int64_t>& shape) {
-  std::string text(dtype_name(dtype));
-  text += "[";
-  for (size_t i = 0; i < shape.size(); ++i) {
-    text += (i ? ", " : "") + std::to_string(shape[i]);
-  }
-  return text + "]";
-}
-
-bool owned(const std::string& name) { return name.starts_with(kOwnPrefix); }
-
 void add_rows(IndexTensor& tensor, const LocalTensor& local, int64_t rank) {
   if (local.begin == local.end || tensor.row_bytes() == 0) {
     return;
@@ -56,6 +45,15 @@ void check_rows(const std::string& name, IndexTensor& tensor) {
 }
 
 }  // namespace
+
+std::string describe(DType dtype, const std::vector<int64_t>& shape) {
+  std::string text(dtype_name(dtype));
+  text += "[";
+  for (size_t i = 0; i < shape.size(); ++i) {
+    text += (i ? ", " : "") + std::to_string(shape[i]);
+  }
+  return text + "]";
+}
 
 std::string encode(const std::vector<LocalTensor>& tensors) {
   Json json = Json::array();
@@ -90,7 +88,7 @@ std::map<std::string, IndexTensor> plan_pieces(const std::vector<std::vector<Loc
     }
   }
   for (auto& [name, tensor] : plan) {
-    if (!owned(name) && ranks_with[name] != by_rank.size()) {
+    if (!name.starts_with(kOwnPrefix) && ranks_with[name] != by_rank.size()) {
       throw CheckpointError("'" + name + "' exists on " + std::to_string(ranks_with[name]) + " of " +
                             std::to_string(by_rank.size()) +
                             " ranks; every rank must save the same model and optimizer");

@@ -22,6 +22,9 @@ struct LocalTensor {
 /// Names with this prefix exist on one rank alone; all others must be alike on every rank.
 constexpr std::string_view kOwnPrefix = "rng.";
 
+/// "F32[4, 2]"
+std::string describe(DType dtype, const std::vector<int64_t>& shape);
+
 /// As text, for the wire.
 std::string encode(const std::vector<LocalTensor>& tensors);
 std::vector<LocalTensor> decode(std::string_view text);

@@ -1,0 +1,52 @@
+#pragma once
+#include <map>
+#include <string>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+#include <torch/nn/module.h>
+#include <torch/optim/optimizer.h>
+
+#include "checkpoint/index.h"
+#include "checkpoint/plan.h"
+
+/// What a model, an optimizer and the random generators hold, as named rows.
+namespace fsdp::checkpoint {
+
+constexpr const char* kModelPrefix = "model.";
+constexpr const char* kOptimizerPrefix = "optimizer.";
+
+/// A tensor of which this rank has rows: where they are, and what they are called.
+struct HeldTensor {
+  LocalTensor spec;
+  at::Tensor tensor;
+  at::Tensor local;  ///< its rows on this rank, sharing memory: the tensor itself if it is not sharded
+};
+
+/// A model's parameters and buffers. A tied tensor is held under its first name; its others are aliases.
+struct ModelTensors {
+  std::vector<HeldTensor> held;
+  std::map<std::string, std::string> aliases;  ///< both with kModelPrefix
+  std::map<const void*, std::string> names;    ///< TensorImpl -> first FQN, without prefix
+};
+ModelTensors collect_model(const torch::nn::Module& model);
+
+/// Rows of `tensor` under `name`. NotSupported if safetensors has no such dtype.
+HeldTensor hold(std::string name, const at::Tensor& tensor);
+
+/// The FQN of an optimizer's parameter. InvalidArgument if it is not the model's.
+const std::string& name_of(const at::Tensor& parameter, const ModelTensors& model);
+
+/// Type, options and counters of an optimizer; its tensors are appended to `held`.
+OptimizerIndex collect_optimizer(const torch::optim::Optimizer& optimizer, const ModelTensors& model,
+                                 std::vector<HeldTensor>& held);
+
+/// "rng.cpu.rank-00003": the state of a rank's default CPU generator.
+std::string generator_name(int rank);
+at::Tensor generator_state();
+void set_generator_state(const at::Tensor& state);
+
+DType to_dtype(at::ScalarType type, const std::string& name);
+at::ScalarType to_scalar_type(DType dtype);
+
+}  // namespace fsdp::checkpoint
