@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Runs a program as several ranks on this host:  launch.py --ranks 2 PROGRAM [ARGUMENTS...]
 
-Each rank gets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT and, unless it is set, OMP_NUM_THREADS=1: one
-thread a rank, whatever the number of ranks, so that runs can be compared. With one rank the program is run alone.
+Each rank gets torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK, ..., MASTER_ADDR, MASTER_PORT) and, unless it is set, OMP_NUM_THREADS=1: one
+thread a rank, whatever the number of ranks, so that runs can be compared.
 
 SIGINT and SIGTERM are passed on, once, to every rank; a second one kills them. If a rank fails, the others get a few
 seconds to notice and are then ended. The exit status is that of the rank that failed first (128 + n if signal n
@@ -28,12 +28,15 @@ def free_port():
 
 def start(command, ranks):
     """Starts the ranks, each in a session of its own: a terminal's Ctrl-C reaches them only through this process."""
-    shared = {"OMP_NUM_THREADS": "1"} | os.environ
-    if ranks > 1:
-        shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
+    shared = {"OMP_NUM_THREADS": "1"} | os.environ | {
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
     started = []
     for rank in range(ranks):
-        own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         started.append(subprocess.Popen(command, env=shared | own, start_new_session=True))
     return started
 

@@ -125,7 +125,8 @@ int run(int argc, char** argv) {
     train(options);
     fsdp::destroy_process_group();
     return 0;
-  } catch (const CLI::CallForHelp&) {
+  } catch (const CLI::CallForHelp& help) {
+    if (reports_usage()) std::cout << help.what();
     return 0;
   } catch (const CLI::ParseError& error) {
     if (reports_usage()) std::cerr << "gpt: " << error.what() << "\nRun with --help to see all arguments.\n";

@@ -1,6 +1,6 @@
 #include "options.h"
 
-#include <iostream>
+#include <string>
 
 #include <CLI/CLI.hpp>
 
@@ -81,8 +81,7 @@ Options parse_options(int argc, char** argv) {
   try {
     app.parse(argc, argv);
   } catch (const CLI::CallForHelp&) {
-    std::cout << app.help();
-    throw;
+    throw CLI::CallForHelp(app.help(), 0);
   }
   if (o.resume && o.resume->empty()) o.resume = o.checkpoint();
   return o;

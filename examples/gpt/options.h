@@ -47,7 +47,7 @@ struct Options {
   std::filesystem::path metrics() const { return out / "metrics.csv"; }
 };
 
-/// Reads the command line. Throws CLI::ParseError, whose message is for the user.
+/// Reads the command line. Throws CLI::ParseError, whose message is for the user; CLI::CallForHelp carries the help.
 Options parse_options(int argc, char** argv);
 
 /// What depends on the number of ranks: throws CLI::ValidationError.
