@@ -13,6 +13,6 @@ if [[ ! -x $venv/bin/python ]]; then
   say "making $venv with $("$python" --version)"
   "$python" -m venv "$venv"
 fi
-say "installing into it: $(paste -sd ' ' "$requirements")"
-"$venv/bin/python" -m pip install --quiet --disable-pip-version-check --requirement "$requirements"
+say "installing into it (a few minutes): $(paste -sd ' ' "$requirements")"
+"$venv/bin/python" -m pip install -qq --disable-pip-version-check --requirement "$requirements"
 say "torch $("$venv/bin/python" -c 'import torch; print(torch.__version__)') is ready"
