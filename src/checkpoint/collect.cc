@@ -108,7 +108,7 @@ OptimizerIndex collect_optimizer(const torch::optim::Optimizer& optimizer, const
       const std::string& fqn = name_of(parameter, model);
       saved.params.push_back(fqn);
       const auto state = optimizer.state().find(parameter.unsafeGetTensorImpl());
-      if (state == optimizer.state().end()) {
+      if (state == optimizer.state().end() || out.counters.count(fqn)) {  // none, or a tied parameter's second turn
         continue;
       }
       auto& counters = out.counters[fqn];  // also if there are none: the parameter has state

@@ -188,7 +188,7 @@ NewStates prepare_states(const torch::optim::Optimizer& optimizer, const Index& 
     for (const auto& parameter : group.params()) {
       const std::string& fqn = name_of(parameter, model);
       const auto counters = index.optimizer->counters.find(fqn);
-      if (counters == index.optimizer->counters.end()) {
+      if (counters == index.optimizer->counters.end() || states.count(parameter.unsafeGetTensorImpl())) {
         continue;
       }
       const auto old = optimizer.state().find(parameter.unsafeGetTensorImpl());
