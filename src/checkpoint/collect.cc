@@ -15,14 +15,22 @@ namespace fsdp::checkpoint {
 namespace {
 
 constexpr std::pair<DType, at::ScalarType> kTypes[] = {
-    {DType::kBool, at::kBool},           {DType::kU8, at::kByte},
-    {DType::kI8, at::kChar},             {DType::kF8E5M2, at::kFloat8_e5m2},
-    {DType::kF8E4M3, at::kFloat8_e4m3fn}, {DType::kF8E8M0, at::kFloat8_e8m0fnu},
-    {DType::kI16, at::kShort},           {DType::kU16, at::kUInt16},
-    {DType::kF16, at::kHalf},            {DType::kBF16, at::kBFloat16},
-    {DType::kI32, at::kInt},             {DType::kU32, at::kUInt32},
-    {DType::kF32, at::kFloat},           {DType::kI64, at::kLong},
-    {DType::kU64, at::kUInt64},          {DType::kF64, at::kDouble},
+    {DType::kBool, at::kBool},
+    {DType::kU8, at::kByte},
+    {DType::kI8, at::kChar},
+    {DType::kF8E5M2, at::kFloat8_e5m2},
+    {DType::kF8E4M3, at::kFloat8_e4m3fn},
+    {DType::kF8E8M0, at::kFloat8_e8m0fnu},
+    {DType::kI16, at::kShort},
+    {DType::kU16, at::kUInt16},
+    {DType::kF16, at::kHalf},
+    {DType::kBF16, at::kBFloat16},
+    {DType::kI32, at::kInt},
+    {DType::kU32, at::kUInt32},
+    {DType::kF32, at::kFloat},
+    {DType::kI64, at::kLong},
+    {DType::kU64, at::kUInt64},
+    {DType::kF64, at::kDouble},
     {DType::kC64, at::kComplexFloat},
 };
 

@@ -29,7 +29,7 @@ File File::open(const std::string& path) {
     throw_errno("open", path);
   }
   File file(path, fd, 0);
-  struct stat info{};
+  struct stat info {};
   if (::fstat(fd, &info) != 0) {
     throw_errno("look at", path);
   }

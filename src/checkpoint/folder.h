@@ -9,7 +9,8 @@
 /// - nothing at `path`: rename.
 /// - a checkpoint at `path`: the two are exchanged (renameat2 with RENAME_EXCHANGE), one step for the file system,
 ///   and the previous one is deleted under the temporary name.
-/// - a file system that cannot exchange: the previous one is moved to `<path>.fsdp-old-<id>` first. A kill between the two
+/// - a file system that cannot exchange: the previous one is moved to `<path>.fsdp-old-<id>` first. A kill between the
+/// two
 ///   renames leaves nothing at `path`; `find` then finds the previous one, and the next save moves it back first.
 namespace fsdp::checkpoint {
 

@@ -243,8 +243,8 @@ std::string_view checked_body(std::string_view text, const std::string& file) {
   const auto expected = text.substr(kChecksumKey.size(), kChecksumDigits);
   const auto got = hex(crc32(body.data(), body.size()));
   if (expected != got) {
-    throw CheckpointError("'" + file + "' is damaged: its checksum is " + got + ", expected " +
-                          printable(expected) + "; load another checkpoint");
+    throw CheckpointError("'" + file + "' is damaged: its checksum is " + got + ", expected " + printable(expected) +
+                          "; load another checkpoint");
   }
   return body;
 }
@@ -284,8 +284,8 @@ std::string seal(std::string_view body) {
 }
 
 std::string write_index(const Index& index) {
-  Json json = {{"format", kFormatName},       {"version", kFormatVersion}, {"world_size", index.world_size()},
-               {"step", index.step},          {"metadata", index.metadata}, {"aliases", index.aliases}};
+  Json json = {{"format", kFormatName}, {"version", kFormatVersion},  {"world_size", index.world_size()},
+               {"step", index.step},    {"metadata", index.metadata}, {"aliases", index.aliases}};
   Json& files = json["files"] = Json::array();
   for (const auto& file : index.files) {
     files.push_back({{"name", rank_file(static_cast<int64_t>(files.size()), index.world_size())},

@@ -35,16 +35,26 @@ void adam_options(Options& o, F f) {
 }
 
 template <class F>
-void each_field(optim::AdamWParamState& s, F f) { adam_state(s, f); }
+void each_field(optim::AdamWParamState& s, F f) {
+  adam_state(s, f);
+}
 template <class F>
-void each_field(optim::AdamWOptions& o, F f) { adam_options(o, f); }
+void each_field(optim::AdamWOptions& o, F f) {
+  adam_options(o, f);
+}
 template <class F>
-void each_field(optim::AdamParamState& s, F f) { adam_state(s, f); }
+void each_field(optim::AdamParamState& s, F f) {
+  adam_state(s, f);
+}
 template <class F>
-void each_field(optim::AdamOptions& o, F f) { adam_options(o, f); }
+void each_field(optim::AdamOptions& o, F f) {
+  adam_options(o, f);
+}
 
 template <class F>
-void each_field(optim::SGDParamState& s, F f) { f("momentum_buffer", s.momentum_buffer()); }
+void each_field(optim::SGDParamState& s, F f) {
+  f("momentum_buffer", s.momentum_buffer());
+}
 template <class F>
 void each_field(optim::SGDOptions& o, F f) {
   f("lr", o.lr());
@@ -157,11 +167,10 @@ const OptimizerFields& OptimizerFields::of(const optim::Optimizer& optimizer) {
   static const Fields<optim::SGD, optim::SGDParamState, optim::SGDOptions> sgd("SGD");
   static const Fields<optim::RMSprop, optim::RMSpropParamState, optim::RMSpropOptions> rmsprop("RMSprop");
   static const Fields<optim::Adagrad, optim::AdagradParamState, optim::AdagradOptions> adagrad("Adagrad");
-  for (const OptimizerFields* fields : {static_cast<const OptimizerFields*>(&adamw),
-                                        static_cast<const OptimizerFields*>(&adam),
-                                        static_cast<const OptimizerFields*>(&sgd),
-                                        static_cast<const OptimizerFields*>(&rmsprop),
-                                        static_cast<const OptimizerFields*>(&adagrad)}) {
+  for (const OptimizerFields* fields :
+       {static_cast<const OptimizerFields*>(&adamw), static_cast<const OptimizerFields*>(&adam),
+        static_cast<const OptimizerFields*>(&sgd), static_cast<const OptimizerFields*>(&rmsprop),
+        static_cast<const OptimizerFields*>(&adagrad)}) {
     if (fields->fits(optimizer)) {
       return *fields;
     }

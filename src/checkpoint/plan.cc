@@ -79,9 +79,9 @@ std::map<std::string, IndexTensor> plan_pieces(const std::vector<std::vector<Loc
       auto [it, added] = plan.try_emplace(local.name, IndexTensor{local.dtype, local.shape, {}});
       const IndexTensor& known = it->second;
       if (known.dtype != local.dtype || known.shape != local.shape) {
-        throw CheckpointError("'" + local.name + "' is " + describe(known.dtype, known.shape) + " on an earlier rank, " +
-                              describe(local.dtype, local.shape) + " on rank " + std::to_string(rank) +
-                              "; every rank must save the same model and optimizer");
+        throw CheckpointError("'" + local.name + "' is " + describe(known.dtype, known.shape) +
+                              " on an earlier rank, " + describe(local.dtype, local.shape) + " on rank " +
+                              std::to_string(rank) + "; every rank must save the same model and optimizer");
       }
       ++ranks_with[local.name];
       add_rows(it->second, local, static_cast<int64_t>(rank));

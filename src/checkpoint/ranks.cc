@@ -35,9 +35,12 @@ std::string error_of(const std::function<void()>& work) {
 
 [[noreturn]] void throw_error(char type, const std::string& message) {
   switch (type) {
-    case kInvalid: throw InvalidArgument(message);
-    case kUnsupported: throw NotSupported(message);
-    default: throw CheckpointError(message);
+    case kInvalid:
+      throw InvalidArgument(message);
+    case kUnsupported:
+      throw NotSupported(message);
+    default:
+      throw CheckpointError(message);
   }
 }
 

@@ -273,23 +273,40 @@ std::string message(const std::string& file, const std::string& tensor, const st
 
 std::string_view failure_name(Failure failure) {
   switch (failure) {
-    case Failure::kTooShort: return "too short";
-    case Failure::kHeaderTooLarge: return "header too large";
-    case Failure::kHeaderTruncated: return "header truncated";
-    case Failure::kNotJson: return "not JSON";
-    case Failure::kBadStructure: return "bad structure";
-    case Failure::kDuplicateName: return "duplicate name";
-    case Failure::kMissingField: return "missing field";
-    case Failure::kUnknownField: return "unknown field";
-    case Failure::kUnknownDType: return "unknown dtype";
-    case Failure::kBadShape: return "bad shape";
-    case Failure::kBadOffsets: return "bad offsets";
-    case Failure::kSizeMismatch: return "size mismatch";
-    case Failure::kOverlap: return "overlap";
-    case Failure::kHole: return "hole";
-    case Failure::kDataTruncated: return "data truncated";
-    case Failure::kTrailingBytes: return "trailing bytes";
-    case Failure::kBadName: return "bad name";
+    case Failure::kTooShort:
+      return "too short";
+    case Failure::kHeaderTooLarge:
+      return "header too large";
+    case Failure::kHeaderTruncated:
+      return "header truncated";
+    case Failure::kNotJson:
+      return "not JSON";
+    case Failure::kBadStructure:
+      return "bad structure";
+    case Failure::kDuplicateName:
+      return "duplicate name";
+    case Failure::kMissingField:
+      return "missing field";
+    case Failure::kUnknownField:
+      return "unknown field";
+    case Failure::kUnknownDType:
+      return "unknown dtype";
+    case Failure::kBadShape:
+      return "bad shape";
+    case Failure::kBadOffsets:
+      return "bad offsets";
+    case Failure::kSizeMismatch:
+      return "size mismatch";
+    case Failure::kOverlap:
+      return "overlap";
+    case Failure::kHole:
+      return "hole";
+    case Failure::kDataTruncated:
+      return "data truncated";
+    case Failure::kTrailingBytes:
+      return "trailing bytes";
+    case Failure::kBadName:
+      return "bad name";
   }
   return "unknown";
 }
@@ -300,7 +317,8 @@ FormatError::FormatError(Failure failure, const std::string& file, const std::st
 std::string printable(std::string_view name) {
   constexpr size_t kLongest = 100;
   std::string text(name.substr(0, kLongest));
-  std::replace_if(text.begin(), text.end(), [](unsigned char c) { return c < 0x20 || c == 0x7F; }, '?');
+  std::replace_if(
+      text.begin(), text.end(), [](unsigned char c) { return c < 0x20 || c == 0x7F; }, '?');
   return name.size() > kLongest ? text + "..." : text;
 }
 
@@ -391,8 +409,8 @@ Layout lay_out(std::vector<TensorSpec> tensors, const std::map<std::string, std:
       throw FormatError(tensor.name == kMetadataKey ? Failure::kBadName : Failure::kDuplicateName, "header",
                         tensor.name, "a tensor cannot have this name");
     }
-    json[tensor.name] = {{"dtype", dtype_name(tensor.dtype)}, {"shape", tensor.shape},
-                         {"data_offsets", {offset, bytes}}};
+    json[tensor.name] = {
+        {"dtype", dtype_name(tensor.dtype)}, {"shape", tensor.shape}, {"data_offsets", {offset, bytes}}};
     TensorEntry entry;
     static_cast<TensorSpec&>(entry) = std::move(tensor);
     entry.begin = std::exchange(offset, bytes);

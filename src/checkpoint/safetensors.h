@@ -32,14 +32,14 @@ enum class Failure {
   kMissingField,     ///< a tensor without dtype, shape or data_offsets
   kUnknownField,     ///< a tensor with another field
   kUnknownDType,
-  kBadShape,         ///< negative, fractional, too many dims, or more bytes than 64 bits count
-  kBadOffsets,       ///< not two numbers, or the second before the first
-  kSizeMismatch,     ///< shape and dtype need another number of bytes than the offsets give
-  kOverlap,          ///< two tensors share bytes
-  kHole,             ///< bytes that no tensor owns
-  kDataTruncated,    ///< the tensors end behind the file's end
-  kTrailingBytes,    ///< the file goes on behind the last tensor
-  kBadName,          ///< cannot be written: a name that is not UTF-8, or "__metadata__"
+  kBadShape,       ///< negative, fractional, too many dims, or more bytes than 64 bits count
+  kBadOffsets,     ///< not two numbers, or the second before the first
+  kSizeMismatch,   ///< shape and dtype need another number of bytes than the offsets give
+  kOverlap,        ///< two tensors share bytes
+  kHole,           ///< bytes that no tensor owns
+  kDataTruncated,  ///< the tensors end behind the file's end
+  kTrailingBytes,  ///< the file goes on behind the last tensor
+  kBadName,        ///< cannot be written: a name that is not UTF-8, or "__metadata__"
 };
 std::string_view failure_name(Failure failure);
 

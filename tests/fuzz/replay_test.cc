@@ -51,19 +51,38 @@ class Mutator {
   const std::string& pick() { return inputs_[below(inputs_.size())]; }
 
   void change(std::string& text) {
-    static const std::vector<std::string> kTokens = {"{",  "}",    "[",    "]",     "\"",  ":",      ",", "0", "-1",
-                                                     "1.5", "null", "true", "\xff", "\\u0000", "9223372036854775807",
+    static const std::vector<std::string> kTokens = {"{",
+                                                     "}",
+                                                     "[",
+                                                     "]",
+                                                     "\"",
+                                                     ":",
+                                                     ",",
+                                                     "0",
+                                                     "-1",
+                                                     "1.5",
+                                                     "null",
+                                                     "true",
+                                                     "\xff",
+                                                     "\\u0000",
+                                                     "9223372036854775807",
                                                      "18446744073709551616"};
     const size_t at = below(text.size() + 1);
     switch (below(5)) {
-      case 0: text.insert(at, kTokens[below(kTokens.size())]); break;
-      case 1: text.erase(at, below(8)); break;
+      case 0:
+        text.insert(at, kTokens[below(kTokens.size())]);
+        break;
+      case 1:
+        text.erase(at, below(8));
+        break;
       case 2:
         if (!text.empty()) {
           text[below(text.size())] ^= static_cast<char>(1u << below(8));
         }
         break;
-      case 3: text.resize(at); break;
+      case 3:
+        text.resize(at);
+        break;
       default: {
         const std::string& other = pick();
         text.insert(at, other.substr(below(other.size()), below(40)));

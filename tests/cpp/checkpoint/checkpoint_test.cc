@@ -55,9 +55,9 @@ TEST(Checkpoint, TakesModulesHoldersAndPointers) {
 
 struct EveryDTypeImpl : torch::nn::Module {
   explicit EveryDTypeImpl(int64_t value) {
-    for (const auto type : {torch::kBool, torch::kByte, torch::kChar, torch::kShort, torch::kInt, torch::kLong,
-                            torch::kHalf, torch::kBFloat16, torch::kFloat, torch::kDouble, torch::kComplexFloat,
-                            torch::kFloat8_e4m3fn}) {
+    for (const auto type :
+         {torch::kBool, torch::kByte, torch::kChar, torch::kShort, torch::kInt, torch::kLong, torch::kHalf,
+          torch::kBFloat16, torch::kFloat, torch::kDouble, torch::kComplexFloat, torch::kFloat8_e4m3fn}) {
       register_buffer(c10::str("b", static_cast<int>(type)), torch::full({3, 2}, value, torch::kFloat).to(type));
     }
     register_buffer("scalar", torch::full({}, value));

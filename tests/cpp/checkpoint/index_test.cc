@@ -24,8 +24,7 @@ Index sample() {
   index.aliases = {{"model.tied", "model.w"}};
   OptimizerIndex optimizer;
   optimizer.type = "AdamW";
-  optimizer.groups.push_back(
-      {{"w", "s"}, {{"lr", 0.1}, {"betas", std::make_pair(0.9, 1.0 / 3)}, {"amsgrad", false}}});
+  optimizer.groups.push_back({{"w", "s"}, {{"lr", 0.1}, {"betas", std::make_pair(0.9, 1.0 / 3)}, {"amsgrad", false}}});
   optimizer.counters["w"]["step"] = 12;
   index.optimizer = optimizer;
   return index;
@@ -123,7 +122,9 @@ TEST(Plan, RanksMustAgree) {
 TEST(Plan, ReadsCoverTheRows) {
   for (int64_t saved = 1; saved <= 8; ++saved) {
     IndexTensor tensor{DType::kF32, {17, 3}, {}};
-    const auto chunk = [](int64_t world, int64_t rank) { return std::min<int64_t>(17, (17 + world - 1) / world * rank); };
+    const auto chunk = [](int64_t world, int64_t rank) {
+      return std::min<int64_t>(17, (17 + world - 1) / world * rank);
+    };
     for (int64_t r = 0; r < saved; ++r) {
       if (chunk(saved, r) < chunk(saved, r + 1)) {
         tensor.pieces.push_back({r, chunk(saved, r), chunk(saved, r + 1), 0});
@@ -148,7 +149,8 @@ TEST(Plan, ReadsCoverTheRows) {
 
 TEST(Match, ListsDifferencesBothWays) {
   const Index index = sample();
-  const std::vector<LocalTensor> wanted = {{"model.w", DType::kF32, {4, 2}, 0, 4}, {"model.s", DType::kF64, {}, 0, 1},
+  const std::vector<LocalTensor> wanted = {{"model.w", DType::kF32, {4, 2}, 0, 4},
+                                           {"model.s", DType::kF64, {}, 0, 1},
                                            {"model.new", DType::kF32, {1}, 0, 1}};
   const auto message = message_of<CheckpointError>([&] { check_match(index, "model.", wanted, {}, "model"); });
   EXPECT_NE(message.find("missing from it: 'new'"), std::string::npos) << message;
@@ -158,7 +160,8 @@ TEST(Match, ListsDifferencesBothWays) {
 
 TEST(Match, TiedTensors) {
   Index index = sample();
-  const std::vector<LocalTensor> wanted = {{"model.w", DType::kF32, {3, 2}, 0, 3}, {"model.s", DType::kF64, {}, 0, 1},
+  const std::vector<LocalTensor> wanted = {{"model.w", DType::kF32, {3, 2}, 0, 3},
+                                           {"model.s", DType::kF64, {}, 0, 1},
                                            {"model.e", DType::kI64, {0, 4}, 0, 0}};
   EXPECT_NO_THROW(check_match(index, "model.", wanted, {{"model.tied", "model.w"}}, "model"));
   // Untied here, tied there: both get the one tensor.
@@ -168,8 +171,9 @@ TEST(Match, TiedTensors) {
   // Tied here, two tensors there.
   index.aliases.clear();
   index.tensors["model.tied"] = index.tensors["model.w"];
-  const auto message = message_of<CheckpointError>(
-      [&] { check_match(index, "model.", wanted, {{"model.tied", "model.w"}}, "model"); });
+  const auto message = message_of<CheckpointError>([&] {
+    check_match(index, "model.", wanted, {{"model.tied", "model.w"}}, "model");
+  });
   EXPECT_NE(message.find("are one tensor here, two in it"), std::string::npos) << message;
 }
 

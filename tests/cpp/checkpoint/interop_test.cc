@@ -41,7 +41,8 @@ TEST(InteropThreads, DISABLED_Write) {
 TEST(Interop, DISABLED_Read) {
   const auto header = checkpoint::read_header(checkpoint::File::open(folder() + "/theirs.safetensors"));
   for (const auto& t : header.tensors) {
-    std::cout << "tensor " << t.name << ' ' << checkpoint::dtype_name(t.dtype) << ' ' << c10::Join(",", t.shape) << '\n';
+    std::cout << "tensor " << t.name << ' ' << checkpoint::dtype_name(t.dtype) << ' ' << c10::Join(",", t.shape)
+              << '\n';
   }
 }
 

@@ -87,8 +87,8 @@ TEST_P(ResumeThreads, ContinuesLikeThePlainRun) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(All, ResumeThreads, ::testing::Combine(::testing::Values(1, 2, 3, 6),
-                                                                 ::testing::Values(1, 2, 3)));
+INSTANTIATE_TEST_SUITE_P(All, ResumeThreads,
+                         ::testing::Combine(::testing::Values(1, 2, 3, 6), ::testing::Values(1, 2, 3)));
 
 // No training: what is loaded is what was saved, to the bit. 5 and 8 ranks have empty shards of every parameter.
 TEST(ReshardBitsThreads, AnyNumberToAnyOther) {

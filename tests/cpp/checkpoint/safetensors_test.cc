@@ -38,7 +38,8 @@ TEST(DType, NamesAndSizes) {
 }
 
 TEST(Safetensors, LaysOutLargeElementsFirst) {
-  const auto layout = lay_out({{"b", DType::kU8, {3}}, {"a", DType::kF64, {}}, {"c", DType::kU8, {0, 7}}}, {{"k", "v"}});
+  const auto layout =
+      lay_out({{"b", DType::kU8, {3}}, {"a", DType::kF64, {}}, {"c", DType::kU8, {0, 7}}}, {{"k", "v"}});
   ASSERT_EQ(layout.header.tensors.size(), 3u);
   EXPECT_EQ(layout.header.tensors[0].name, "a");
   EXPECT_EQ(layout.header.tensors[0].end, 8u);
