@@ -13,7 +13,7 @@
 namespace fsdp {
 namespace {
 
-mesh::MeshState& defined(const std::shared_ptr<mesh::MeshState>& state) {
+mesh::MeshState& checked(const std::shared_ptr<mesh::MeshState>& state) {
   if (!state) {
     throw InvalidArgument("this DeviceMesh is undefined; make one with init_device_mesh");
   }
@@ -50,13 +50,13 @@ void check_shape(const std::vector<int64_t>& shape, const std::vector<std::strin
 
 }  // namespace
 
-c10::DeviceType DeviceMesh::device_type() const { return defined(state_).device_type(); }
-int64_t DeviceMesh::ndim() const { return static_cast<int64_t>(defined(state_).shape().size()); }
-int64_t DeviceMesh::size() const { return static_cast<int64_t>(defined(state_).ranks().size()); }
-const std::vector<int64_t>& DeviceMesh::shape() const { return defined(state_).shape(); }
-const std::vector<std::string>& DeviceMesh::names() const { return defined(state_).names(); }
-int64_t DeviceMesh::coordinate(int64_t axis) const { return defined(state_).coordinate(axis); }
-const std::vector<int>& DeviceMesh::ranks() const { return defined(state_).ranks(); }
+c10::DeviceType DeviceMesh::device_type() const { return checked(state_).device_type(); }
+int64_t DeviceMesh::ndim() const { return static_cast<int64_t>(checked(state_).shape().size()); }
+int64_t DeviceMesh::size() const { return static_cast<int64_t>(checked(state_).ranks().size()); }
+const std::vector<int64_t>& DeviceMesh::shape() const { return checked(state_).shape(); }
+const std::vector<std::string>& DeviceMesh::names() const { return checked(state_).names(); }
+int64_t DeviceMesh::coordinate(int64_t axis) const { return checked(state_).coordinate(axis); }
+const std::vector<int>& DeviceMesh::ranks() const { return checked(state_).ranks(); }
 
 DeviceMesh DeviceMesh::operator[](const std::string& name) const {
   return (*this)[std::vector<std::string>{name}];
