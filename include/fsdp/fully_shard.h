@@ -153,7 +153,7 @@ std::tuple<Ts...> map_tensors(std::tuple<Ts...> value, const Cast& cast) {
 
 template <class M>
 struct impl_of {
-  using type = typename M::Impl;  // a TORCH_MODULE holder
+  using type = typename M::ContainedType;  // a TORCH_MODULE holder
 };
 template <class T>
 struct impl_of<std::shared_ptr<T>> {

@@ -10,6 +10,7 @@
 #include <torch/csrc/autograd/graph_task.h>
 
 #include "mesh/mesh_state.h"
+#include "mesh/world.h"
 
 namespace fsdp::engine {
 namespace {

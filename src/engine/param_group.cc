@@ -211,7 +211,7 @@ bool ParamGroup::stale() const {
 void ShardedParam::write_back() {
   at::NoGradGuard no_grad;
   PlainTensors plain;
-  const auto rows = shard::rows_of_rank(rows_, group_->world_, group_->rank_);
+  const auto rows = group_->rows_here(*this);
   if (leaf_.scalar_type() != dtype_) {
     throw NotSupported("libfsdp: parameter '" + name_ +
                        "' was written in place inside forward while a mixed precision policy gathers it in another "

@@ -64,6 +64,10 @@ class ParamGroup {
   const std::vector<std::unique_ptr<ShardedParam>>& params() const { return params_; }
   GroupFlags& flags() { return flags_; }
   int64_t unsharded_bytes() const { return gather_layout_->segments().total(); }
+  /// The rows of `param` that this rank owns.
+  shard::RowRange rows_here(const ShardedParam& param) const {
+    return shard::rows_of_rank(param.rows(), world_, rank_);
+  }
   /// Bytes of this rank's persistent flat shard.
   int64_t sharded_bytes() const { return flat_shard_.nbytes(); }
 

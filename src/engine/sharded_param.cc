@@ -41,7 +41,7 @@ ShardedParam::ShardedParam(ParamGroup* group, std::string name, const at::Tensor
   tag_ = c10::make_intrusive<LeafTag>(this);
   tag_tensor(leaf_, tag_);
   release_leaf();
-  if (at::isDifferentiableType(dtype_)) {
+  if (torch::autograd::isDifferentiableType(dtype_)) {
     // The accumulator exists only while the leaf requires gradients; keep it, a frozen parameter may thaw.
     leaf_.set_requires_grad(true);
     accumulator_ = torch::autograd::impl::grad_accumulator(leaf_);

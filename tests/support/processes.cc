@@ -128,7 +128,7 @@ std::map<std::string, std::string> inherited_environment() {
   for (char** entry = environ; *entry; ++entry) {
     const char* equals = std::strchr(*entry, '=');
     if (equals) {
-      environment.emplace(std::string(*entry, equals), equals + 1);
+      environment.emplace(std::string(*entry, static_cast<size_t>(equals - *entry)), equals + 1);
     }
   }
   return environment;
