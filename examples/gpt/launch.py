@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Runs a program as several ranks on this host:  launch.py --ranks 2 PROGRAM [ARGUMENTS...]
 
-Each rank gets torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK, ..., MASTER_ADDR, MASTER_PORT) and, unless it is set, OMP_NUM_THREADS=1: one
-thread a rank, whatever the number of ranks, so that runs can be compared.
+Each rank gets torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK, ..., MASTER_ADDR, MASTER_PORT) and, unless it is
+set, OMP_NUM_THREADS=1: one thread a rank, whatever the number of ranks, so that runs can be compared.
 
 SIGINT and SIGTERM are passed on, once, to every rank; a second one kills them. If a rank fails, the others get a few
 seconds to notice and are then ended. The exit status is that of the rank that failed first (128 + n if signal n
@@ -49,20 +49,21 @@ def send(processes, number):
 
 def wait(processes):
     """Waits for all; returns the status of the first that failed, else 0."""
-    status, ended_at = 0, None
-    while any(process.poll() is None for process in processes):
+    status, failed_at = 0, None
+    while True:
+        returned = [process.poll() for process in processes]
         if status == 0:
-            status = next((p.returncode for p in processes if p.returncode), 0)
+            status = next((code for code in returned if code), 0)
+        if None not in returned:
+            return 128 - status if status < 0 else status
         if status != 0:
-            now = time.monotonic()
-            ended_at = ended_at or now
-            if now - ended_at > NOTICE_SECONDS + END_SECONDS:
+            failed_at = failed_at or time.monotonic()
+            waited = time.monotonic() - failed_at
+            if waited > NOTICE_SECONDS + END_SECONDS:
                 send(processes, signal.SIGKILL)
-            elif now - ended_at > NOTICE_SECONDS:
+            elif waited > NOTICE_SECONDS:
                 send(processes, signal.SIGTERM)
         time.sleep(0.05)
-    status = status or next((p.returncode for p in processes if p.returncode), 0)
-    return 128 - status if status < 0 else status
 
 
 def main():
