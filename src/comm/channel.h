@@ -45,7 +45,7 @@ class Channel {
   virtual std::unique_ptr<Pending> all_gather(const at::Tensor& out, const at::Tensor& mine,
                                               const shard::Segments& segments) = 0;
   /// out = the sum over all ranks of their `in`'s segment rank(). `in` is 1-D with segments.total() elements, `out`
-  /// 1-D with segments.length(rank()).
+  /// 1-D with segments.length(rank()), and shares no memory with `in`.
   virtual std::unique_ptr<Pending> reduce_scatter(const at::Tensor& out, const at::Tensor& in,
                                                   const shard::Segments& segments) = 0;
   /// In place.
