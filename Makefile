@@ -15,7 +15,7 @@ BUILD := build/$(PRESET)
 JOBS ?= $(shell awk -v cores=$$(nproc) '/MemAvailable/ { jobs = int($$2 / 1500000); \
           print jobs < 1 ? 1 : jobs < cores ? jobs : cores }' /proc/meminfo)
 
-# What `make train` takes.
+# What `make train` takes. ARGS goes to the program that a target runs: gpt, ctest (ARGS="-R Checkpoint"), compare.py.
 STEPS ?=
 RANKS ?= 2
 DATA ?=
@@ -23,7 +23,7 @@ OUT ?=
 RESUME ?=
 SEED ?=
 ARGS ?=
-# What ctest takes in `make test`, for example ARGS="-L unit" or ARGS="-R Checkpoint".
+QUICK ?=
 CTEST := $(BIN)/ctest --output-on-failure --parallel $(JOBS)
 
 export PATH := $(BIN):$(PATH)
@@ -36,7 +36,8 @@ help: ## this list
 	@echo
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{ printf "  make %-9s %s\n", $$1, $$2 }'
 	@echo
-	@echo "  make train takes STEPS= RANKS= DATA= OUT= RESUME= SEED= ARGS=; all that build take JOBS= (now $(JOBS))."
+	@echo "  train takes STEPS= RANKS= DATA= OUT= RESUME= SEED=; bench takes QUICK=1; train, test, bench take ARGS= for the"
+	@echo "  program that they run; all that build take JOBS= (now $(JOBS))."
 
 setup: tools build ## system packages, .venv with torch, the release build
 
