@@ -15,8 +15,8 @@ std::string refusal(const Environment& environment) {
   return "";
 }
 
-testing::AssertionResult names(const std::string& text, const std::string& variable) {
-  return text.rfind(variable, 0) == 0 ? testing::AssertionSuccess() : testing::AssertionFailure() << '"' << text << '"';
+::testing::AssertionResult names(const std::string& text, const std::string& variable) {
+  return text.rfind(variable, 0) == 0 ? ::testing::AssertionSuccess() : ::testing::AssertionFailure() << '"' << text << '"';
 }
 
 TEST(Launch, NothingWithoutALauncher) {
