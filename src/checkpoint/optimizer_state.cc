@@ -1,8 +1,11 @@
 #include "checkpoint/optimizer_state.h"
 
 #include <tuple>
+#include <type_traits>
+#include <typeinfo>
 #include <utility>
 
+#include <c10/util/Type.h>
 #include <fsdp/error.h>
 #include <torch/optim/adagrad.h>
 #include <torch/optim/adam.h>

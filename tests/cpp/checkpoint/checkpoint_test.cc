@@ -19,7 +19,9 @@ using testing::train;
 
 const char* const kFile = "rank-00000-of-00001.safetensors";
 
-torch::optim::AdamW adamw(const Net& net) { return {net->parameters(), torch::optim::AdamWOptions(0.01)}; }
+torch::optim::AdamW adamw(const Net& net) {
+  return torch::optim::AdamW(net->parameters(), torch::optim::AdamWOptions(0.01));
+}
 
 TEST(Checkpoint, GivesBackWhatWasSaved) {
   const TempFolder folder;
@@ -75,8 +77,8 @@ TEST(Checkpoint, HoldsEveryDTypeAndLayout) {
   load(b, folder / "ckpt");
   const auto got = state_dict(b);
   for (const auto& item : state_dict(a)) {
-    EXPECT_TRUE(torch::equal(got[item.key()].to(torch::kComplexDouble), item.value().to(torch::kComplexDouble)))
-        << item.key();
+    const auto type = item.value().is_complex() ? torch::kComplexDouble : torch::kDouble;
+    EXPECT_TRUE(torch::equal(got[item.key()].to(type), item.value().to(type))) << item.key();
   }
   EXPECT_FALSE(got["transposed"].is_contiguous()) << "the layout stays the model's";
 }
@@ -174,7 +176,7 @@ TEST(Checkpoint, AnOptimizerOfOtherGroupsIsRefused) {
   torch::optim::SGD sgd(net->parameters(), torch::optim::SGDOptions(0.1));
   auto message = message_of<CheckpointError>([&] { load(net, sgd, folder / "ckpt"); });
   EXPECT_NE(message.find("AdamW"), std::string::npos) << message;
-  torch::optim::AdamW part({net->row}, torch::optim::AdamWOptions(0.01));
+  torch::optim::AdamW part(std::vector<torch::Tensor>{net->row}, torch::optim::AdamWOptions(0.01));
   message = message_of<CheckpointError>([&] { load(net, part, folder / "ckpt"); });
   EXPECT_NE(message.find("'out.weight'"), std::string::npos) << message;
 
@@ -260,7 +262,7 @@ TEST_F(CheckpointFault, AnotherModel) {
   torch::nn::Linear other(17, 5);
   const auto message = message_of<CheckpointError>([&] { load(other, path_); });
   EXPECT_NE(message.find("of another model"), std::string::npos) << message;
-  EXPECT_NE(message.find("missing from it: 'weight', 'bias'"), std::string::npos) << message;
+  EXPECT_NE(message.find("missing from it: 'bias', 'weight'"), std::string::npos) << message;
   EXPECT_NE(message.find("only in it: "), std::string::npos) << message;
   EXPECT_NE(message.find("and 4 more"), std::string::npos) << message;
 }

@@ -1,4 +1,9 @@
 #pragma once
+#include <cstdint>
+#include <vector>
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <gtest/gtest.h>
 #include <torch/torch.h>
 
 #include <fsdp/checkpoint.h>
@@ -26,7 +31,7 @@ struct NetImpl : torch::nn::Module {
   torch::Tensor forward(const torch::Tensor& x) {
     calls += 1;
     auto hidden = torch::tanh(in->forward(x)) * row * scale;
-    return out->forward(hidden) + mean + torch::matmul(hidden, tied.sum(1, true)) * 0.1;
+    return out->forward(hidden) + mean + torch::matmul(hidden, tied).slice(1, 0, 5) * 0.1;
   }
 
   torch::nn::Linear in{nullptr}, out{nullptr};

@@ -20,10 +20,12 @@ using testing::run_ranks;
 using testing::TempFolder;
 using testing::train;
 
-torch::optim::AdamW adamw(const Net& net) { return {net->parameters(), torch::optim::AdamWOptions(0.01)}; }
+torch::optim::AdamW adamw(const Net& net) {
+  return torch::optim::AdamW(net->parameters(), torch::optim::AdamWOptions(0.01));
+}
 
 /// `out` as a group of its own, and the rest.
-FSDPModule<Net> shard(Net net) {
+FSDPModule<Net> sharded(Net net) {
   const auto mesh = init_device_mesh(torch::kCPU, {world_size()}, {"dp"});
   fully_shard(net->out, {.mesh = mesh});
   return fully_shard(std::move(net), {.mesh = mesh});
@@ -54,7 +56,7 @@ constexpr double kRounding = 2e-5;
 
 void save_after_two_steps(const std::string& path, int ranks) {
   run_ranks(ranks, [&](int rank) {
-    auto model = shard(Net(1));
+    auto model = sharded(Net(1));
     auto optimizer = adamw(model.module());
     train(model, optimizer, 0, 2, rank, ranks);
     save(model, optimizer, path, {.step = 2});
@@ -71,7 +73,7 @@ TEST_P(ResumeThreads, ContinuesLikeThePlainRun) {
 
   std::vector<std::vector<double>> losses(loaded_by);
   run_ranks(loaded_by, [&, ranks = loaded_by](int rank) {
-    auto model = shard(Net(2));
+    auto model = sharded(Net(2));
     auto optimizer = adamw(model.module());
     EXPECT_EQ(load(model, optimizer, folder / "ckpt").step, 2);
     expect_equal(full_state_dict(model), reference.saved, kRounding);
@@ -94,10 +96,10 @@ INSTANTIATE_TEST_SUITE_P(All, ResumeThreads,
 TEST(ReshardBitsThreads, AnyNumberToAnyOther) {
   for (const int saved_by : {1, 2, 3, 5, 8}) {
     const TempFolder folder;
-    run_ranks(saved_by, [&](int) { save(shard(Net(1)), folder / "ckpt"); });
+    run_ranks(saved_by, [&](int) { save(sharded(Net(1)), folder / "ckpt"); });
     for (const int loaded_by : {1, 2, 3, 5, 8}) {
       run_ranks(loaded_by, [&](int) {
-        auto model = shard(Net(2));
+        auto model = sharded(Net(2));
         EXPECT_EQ(load(model, folder / "ckpt").world_size, saved_by);
         expect_equal(full_state_dict(model), full_state_dict(Net(1)));
       });
@@ -121,7 +123,7 @@ TEST(ReshardThreads, PlainAndSharded) {
   train(again, again_optimizer, 0, 2);
   save(again, again_optimizer, folder / "plain");
   run_ranks(2, [&](int rank) {
-    auto model = shard(Net(2));
+    auto model = sharded(Net(2));
     auto fresh = adamw(model.module());
     load(model, fresh, folder / "plain");
     expect_equal(full_state_dict(model), reference.saved);
@@ -168,7 +170,7 @@ TEST(ReshardThreadsFault, DamageIsSeenByAll) {
   const TempFolder folder;
   save_after_two_steps(folder / "ckpt", 3);
   const auto load_it = [&](int) {
-    auto model = shard(Net(2));
+    auto model = sharded(Net(2));
     auto optimizer = adamw(model.module());
     const auto before = full_state_dict(model);
     try {
@@ -199,7 +201,7 @@ TEST(ReshardThreadsFault, OneRankFailsToSave) {
     }
     save(net, folder / "ckpt");
   });
-  expect_on_every_rank(2, "'extra'", [&](int rank) {
+  expect_on_every_rank(2, "'model.extra' exists on 1 of 2 ranks", [&](int rank) {
     Net net(1);
     if (rank == 1) {
       net->register_buffer("extra", torch::zeros({2}));
@@ -217,7 +219,7 @@ TEST(ReshardThreadsFault, AnotherModelIsSeenByAll) {
   expect_on_every_rank(3, "of another model: missing from it: 'extra'", [&](int) {
     Net net(1);
     net->register_parameter("extra", torch::zeros({7, 2}));
-    auto model = shard(net);
+    auto model = sharded(net);
     load(model, folder / "ckpt");
   });
 }
