@@ -28,7 +28,7 @@ fsdp::DeviceMesh fake_mesh() {
 /// An in-place operator that does next to nothing, on an ordinary tensor and on a sharded one: the difference is a
 /// trip through the fallback.
 void touch(benchmark::State& state, bool sharded) {
-  auto layer = std::make_shared<bench::Rows>(kFakeWorld);
+  auto layer = std::make_shared<bench::Rows>(kFakeWorld, 1);
   if (sharded) fsdp::fully_shard(layer, {.mesh = fake_mesh()});
   torch::NoGradGuard no_grad;
   for (auto _ : state) layer->a.mul_(1.0);

@@ -36,13 +36,13 @@ struct Block : Layer {
   torch::nn::Linear query{nullptr}, key{nullptr}, value{nullptr}, out{nullptr}, up{nullptr}, down{nullptr};
 };
 
-/// Four column vectors of `rows` rows: as little compute as a group can have, for the scale in the world.
+/// Four parameters of any number of rows and as little compute as a group can have, for the scale in the world.
 struct Rows : Layer {
-  explicit Rows(int64_t rows) {
-    a = register_parameter("a", torch::rand({rows, 1}));
-    b = register_parameter("b", torch::rand({rows, 1}));
-    c = register_parameter("c", torch::rand({rows, 1}));
-    d = register_parameter("d", torch::rand({rows, 1}));
+  Rows(int64_t rows, int64_t columns) {
+    a = register_parameter("a", torch::rand({rows, columns}));
+    b = register_parameter("b", torch::rand({rows, columns}));
+    c = register_parameter("c", torch::rand({rows, columns}));
+    d = register_parameter("d", torch::rand({rows, columns}));
   }
 
   torch::Tensor forward(torch::Tensor x) override { return (x * a + b) * c + d; }

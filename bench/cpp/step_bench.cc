@@ -29,6 +29,7 @@ struct Config {
   std::string engine = "gloo";
   int64_t width = 16;
   int64_t rows = 16;
+  int64_t columns = 1;
   int64_t layers = 24;
   int64_t batch = 2;
   int64_t seq = 8;
@@ -44,6 +45,7 @@ void parse(CLI::App& app, Config& config) {
   app.add_option("--engine", config.engine)->check(CLI::IsMember({"fake", "gloo"}));
   app.add_option("--width", config.width);
   app.add_option("--rows", config.rows);
+  app.add_option("--columns", config.columns);
   app.add_option("--layers", config.layers);
   app.add_option("--batch", config.batch);
   app.add_option("--seq", config.seq);
@@ -74,7 +76,7 @@ std::shared_ptr<bench::Stack> make_model(const Config& config) {
   auto stack = std::make_shared<bench::Stack>();
   for (int64_t i = 0; i < config.layers; ++i) {
     if (config.model == "rows") {
-      stack->push_back(std::make_shared<bench::Rows>(config.rows));
+      stack->push_back(std::make_shared<bench::Rows>(config.rows, config.columns));
     } else {
       stack->push_back(std::make_shared<bench::Block>(config.width));
     }
@@ -84,7 +86,7 @@ std::shared_ptr<bench::Stack> make_model(const Config& config) {
 
 torch::Tensor make_input(const Config& config, int rank) {
   torch::manual_seed(1000 + rank);
-  if (config.model == "rows") return torch::randn({config.rows, 1});
+  if (config.model == "rows") return torch::randn({config.rows, config.columns});
   return torch::randn({config.batch, config.seq, config.width});
 }
 
@@ -108,11 +110,8 @@ class Side {
   json ready() const {
     int64_t elements = 0;
     for (const auto& p : parameters_) elements += p.numel();
-    return {{"ready", true},
-            {"torch", TORCH_VERSION},
-            {"threads", at::get_num_threads()},
-            {"setup_us", setup_us_},
-            {"parameters", elements}};
+    return {{"ready", true},         {"torch", TORCH_VERSION}, {"threads", at::get_num_threads()},
+            {"setup_us", setup_us_}, {"mesh_us", mesh_us_},    {"parameters", elements}};
   }
 
   json answer(const std::string& line) {
@@ -132,8 +131,10 @@ class Side {
  private:
   using Forward = std::function<torch::Tensor(const torch::Tensor&)>;
 
-  Forward shard(const std::shared_ptr<bench::Stack>& model) const {
+  Forward shard(const std::shared_ptr<bench::Stack>& model) {
+    const double begin = now_us();
     const auto mesh = fsdp::init_device_mesh(torch::kCPU, {config_.world}, {"dp"});
+    mesh_us_ = now_us() - begin;
     for (const auto& layer : model->layers) fsdp::fully_shard(layer, {.mesh = mesh});
     return fsdp::fully_shard(model, {.mesh = mesh});
   }
@@ -197,7 +198,7 @@ class Side {
   }
 
   Config config_;
-  double base_mb_, build_peak_mb_ = 0, setup_us_ = 0;
+  double base_mb_, build_peak_mb_ = 0, setup_us_ = 0, mesh_us_ = 0;
   Forward forward_;
   std::vector<torch::Tensor> parameters_;
   std::optional<torch::optim::AdamW> optimizer_;

@@ -1,6 +1,6 @@
 """What the figures are meant to be. An aim that is not met is shown as such; it fails nothing."""
 
-from .parts.scale import GROUPS
+from .parts.scale import GROUPS, by_shape
 
 #: Largest step overhead, as a part of FSDP2's.
 STEP_AIMS = {64: 0.60, 512: 0.85, 1024: 0.85}
@@ -41,13 +41,11 @@ def scale(section):
         for key, name in (("setup_us_per_group", "set-up"), ("host_us_per_group", "host cost")):
             found.append(at_most(f"scale: {name} per group, {many} groups over {few} (linear is 1)", 1.5,
                                  by_groups[many][key] / by_groups[few][key]))
-    for rows in dict.fromkeys(point["rows"] for point in section["worlds"]):
-        points = [point for point in section["worlds"] if point["rows"] == rows]
-        limit = 2.0 if points[-1]["most_shards_empty"] else 1.2
-        name = "most shards empty" if points[-1]["most_shards_empty"] else "rows in every shard"
+    for (rows, columns), points in by_shape(section["worlds"]).items():
+        limit = 2.0 if points[0]["most_shards_empty"] else 1.2
         for key, what in (("setup_us", "set-up"), ("host_us_per_group", "host cost")):
-            found.append(at_most(f"scale: {what}, world {points[-1]['world']} over {points[0]['world']}, {name}", limit,
-                                 points[-1][key] / points[0][key]))
+            found.append(at_most(f"scale: {what}, world {points[-1]['world']} over {points[0]['world']}, "
+                                 f"parameters of {rows} x {columns}", limit, points[-1][key] / points[0][key]))
     return found
 
 

@@ -7,6 +7,8 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 
+from .parts.scale import by_shape  # noqa: E402
+
 COLORS = {"plain": "#9aa0a6", "cpp_plain": "#c5c9cd", "ddp": "#f2a65a", "fsdp2": "#d1495b", "libfsdp_cpp": "#2e86ab"}
 NAMES = {"plain": "plain", "cpp_plain": "plain C++", "ddp": "DDP", "fsdp2": "FSDP2", "libfsdp_cpp": "libfsdp C++"}
 
@@ -42,10 +44,10 @@ def scale(section):
     groups = section["groups"]
     for key, name in (("setup_us_per_group", "set-up"), ("host_us_per_group", "forward + backward")):
         left.plot([p["groups"] for p in groups], [p[key] for p in groups], marker="o", label=name)
-    for rows in dict.fromkeys(p["rows"] for p in section["worlds"]):
-        points = [p for p in section["worlds"] if p["rows"] == rows]
-        for key, name in (("setup_us_per_group", "set-up"), ("host_us_per_group", "forward + backward")):
-            right.plot([p["world"] for p in points], [p[key] for p in points], marker="o", label=f"{name}, {rows} rows")
+    for (rows, columns), points in by_shape(section["worlds"]).items():
+        for key, name, line in (("setup_us_per_group", "set-up", "--"), ("host_us_per_group", "forward + backward", "-")):
+            right.plot([p["world"] for p in points], [p[key] for p in points], line, marker="o",
+                       label=f"{name}, {rows:,} x {columns}")
     left.set(xlabel="groups", ylabel="us per group", title="groups, fake world of 8")
     right.set(xlabel="ranks of the fake world", title="world, 10 groups of 4 parameters")
     for ax, ticks in ((left, [p["groups"] for p in groups]), (right, [p["world"] for p in section["worlds"]])):
@@ -54,7 +56,7 @@ def scale(section):
         ax.minorticks_off()
         ax.set_ylim(bottom=0)
         if ax.lines:
-            ax.legend()
+            ax.legend(fontsize=8)
         ax.spines[["top", "right"]].set_visible(False)
     return fig
 

@@ -48,12 +48,14 @@ def step(entries):
 
 
 def scale(section):
-    columns = ["set-up us", "set-up us/group", "host us/group"]
-    points = lambda p: [p["setup_us"], p["setup_us_per_group"], p["host_us_per_group"]]  # noqa: E731
+    columns = ["set-up us", "of it the mesh", "set-up us/group", "host us/group"]
+    keys = ["setup_us", "of_which_mesh_us", "setup_us_per_group", "host_us_per_group"]
+    points = lambda p: [p[key] for key in keys]  # noqa: E731
     return (table("Scale in groups (world 8)", ["groups", *columns],
                   [[p["groups"], *points(p)] for p in section["groups"]]) + "\n"
-            + table("Scale in the world", ["world", "rows", "most shards empty", *columns],
-                    [[p["world"], p["rows"], p["most_shards_empty"], *points(p)] for p in section["worlds"]]))
+            + table("Scale in the world", ["world", "parameters", "most shards empty", *columns],
+                    [[p["world"], f"{p['rows']} x {p['columns']}", p["most_shards_empty"], *points(p)]
+                     for p in section["worlds"]]))
 
 
 def memory(section):

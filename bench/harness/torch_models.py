@@ -26,11 +26,11 @@ class Block(nn.Module):
 
 
 class Rows(nn.Module):
-    """Four column vectors of `rows` rows: as little compute as a group can have, for the scale in the world."""
+    """Four parameters of any number of rows and as little compute as a group can have, for the scale in the world."""
 
-    def __init__(self, rows):
+    def __init__(self, rows, columns):
         super().__init__()
-        self.a, self.b, self.c, self.d = (nn.Parameter(torch.rand(rows, 1)) for _ in range(4))
+        self.a, self.b, self.c, self.d = (nn.Parameter(torch.rand(rows, columns)) for _ in range(4))
 
     def forward(self, x):
         return (x * self.a + self.b) * self.c + self.d
@@ -38,10 +38,10 @@ class Rows(nn.Module):
 
 def make_model(args):
     torch.manual_seed(0)
-    layer = (lambda: Rows(args.rows)) if args.model == "rows" else (lambda: Block(args.width))
+    layer = (lambda: Rows(args.rows, args.columns)) if args.model == "rows" else (lambda: Block(args.width))
     return nn.Sequential(*[layer() for _ in range(args.layers)])
 
 
 def make_input(args, rank):
     torch.manual_seed(1000 + rank)
-    return torch.randn(args.rows, 1) if args.model == "rows" else torch.randn(args.batch, args.seq, args.width)
+    return torch.randn(args.rows, args.columns) if args.model == "rows" else torch.randn(args.batch, args.seq, args.width)

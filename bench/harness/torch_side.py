@@ -22,6 +22,7 @@ def parse_args():
     p.add_argument("--model", choices=["block", "rows"], default="block")
     p.add_argument("--width", type=int, default=16)
     p.add_argument("--rows", type=int, default=16)
+    p.add_argument("--columns", type=int, default=1)
     p.add_argument("--layers", type=int, default=24)
     p.add_argument("--batch", type=int, default=2)
     p.add_argument("--seq", type=int, default=8)
