@@ -10,8 +10,8 @@ if(NOT CMAKE_BUILD_TYPE)
   set(CMAKE_BUILD_TYPE Release CACHE STRING "" FORCE)
 endif()
 
-# -fPIC by hand, not through POSITION_INDEPENDENT_CODE: that gives programs -fPIE, and they could not share the
-# library's precompiled header.
+# -fPIC by hand, not through POSITION_INDEPENDENT_CODE: that gives programs -fPIE, and tests could not share one
+# precompiled header.
 add_compile_options(-fPIC -Wall -Wextra -Wno-unused-parameter)
 
 set(FSDP_SANITIZE "" CACHE STRING "Sanitizers, a list: address;undefined or thread")
@@ -26,8 +26,5 @@ endif()
 
 find_program(FSDP_CCACHE ccache)
 if(FSDP_CCACHE)
-  # What ccache asks for before it caches anything that includes a precompiled header.
-  set(CMAKE_CXX_COMPILER_LAUNCHER ${CMAKE_COMMAND} -E env
-    CCACHE_SLOPPINESS=pch_defines,time_macros,include_file_mtime,include_file_ctime ${FSDP_CCACHE})
-  add_compile_options($<$<CXX_COMPILER_ID:GNU>:-fpch-preprocess>)
+  set(CMAKE_CXX_COMPILER_LAUNCHER ${FSDP_CCACHE})
 endif()

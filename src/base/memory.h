@@ -1,7 +1,8 @@
 #pragma once
 #include <cstring>
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/from_blob.h>
 
 namespace fsdp::base {
 

@@ -3,7 +3,10 @@
 #include <algorithm>
 #include <cstring>
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/InferenceMode.h>
 
 namespace fsdp::engine {
 namespace {

@@ -14,6 +14,7 @@ namespace fsdp::engine {
 enum class Step : uint32_t {
   kForward,        // begin a forward that records gradients
   kForwardNoGrad,  // begin one that does not
+  kForwardEnd,     // return from either
   kBackward,       // begin a backward
   kBackwardEnd,    // all local gradients have arrived
   kGather,         // gather a group that no recorded order foresaw

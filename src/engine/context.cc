@@ -4,7 +4,9 @@
 #include <cmath>
 #include <sstream>
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
+#include <c10/core/InferenceMode.h>
 #include <fsdp/error.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -138,8 +140,7 @@ std::vector<uint8_t> Context::begin_phase(Phase phase, Step step, uint64_t salt,
           "libfsdp: ranks begin a step with different settings: which parameters require gradients, prefetch lists "
           "and reshard flags must be the same on every rank (found on rank " +
           std::to_string(rank_) + ")";
-      phase_ = Phase::kFailed;
-      failure_ = what;
+      mark_failed(what);
       throw CommError(what);
     }
   }
@@ -152,7 +153,13 @@ bool Context::meet(const Ticket& ticket, std::vector<uint8_t>& flags) {
   const auto mine = flags;
   while (true) {
     ++stats_.agreements;
-    const auto outcome = agreement_->exchange(ticket, flags);
+    Agreement::Outcome outcome;
+    try {
+      outcome = agreement_->exchange(ticket, flags);
+    } catch (const CommError& error) {
+      mark_failed(error.what());
+      throw;
+    }
     if (outcome.failed) report(outcome, ticket);
     if (outcome.equal) {
       if (ticket.step == Step::kGather) {
@@ -170,16 +177,14 @@ bool Context::meet(const Ticket& ticket, std::vector<uint8_t>& flags) {
       if (same_step) return false;
       report(outcome, ticket);
     }
+    uneven_ = true;
     if (wish->key == 0) schedule_.note(static_cast<int>(wish->group));
     const bool wanted = ticket.step == Step::kGather && ticket.group == wish->group;
     if (wanted) {
       issue_gather(static_cast<int>(wish->group), true);
       return true;
     }
-    auto& group = *group_at(static_cast<int>(wish->group));
-    ++stats_.gathers;
-    log("all-gather", group, group.unsharded_bytes());
-    group.join_gather();
+    join_gather(static_cast<int>(wish->group));
     flags = mine;
   }
 }
@@ -190,6 +195,8 @@ std::string Context::describe(const Ticket& ticket) const {
       return "begins a forward";
     case Step::kForwardNoGrad:
       return "begins a forward under no_grad";
+    case Step::kForwardEnd:
+      return "ends a forward";
     case Step::kBackward:
       return "begins a backward";
     case Step::kBackwardEnd:
@@ -217,9 +224,7 @@ void Context::report(const Agreement::Outcome& outcome, const Ticket& mine) {
   }
   out << ". Every rank must run the same steps; after handling the error, call reset_iter_state() on every rank.";
   drain();
-  phase_ = Phase::kFailed;
-  failure_ = out.str();
-  schedule_.abandon();
+  mark_failed(out.str());
   throw CommError(failure_);
 }
 
@@ -246,6 +251,10 @@ void Context::give_up(const std::string& what) noexcept {
     agreement_->post_failure(what);
   } catch (const std::exception&) {
   }
+  mark_failed(what);
+}
+
+void Context::mark_failed(const std::string& what) {
   phase_ = Phase::kFailed;
   failure_ = what;
   schedule_.abandon();
@@ -278,11 +287,21 @@ void Context::reset() {
 
 // --- gathers --------------------------------------------------------------------------------------------------------
 
-void Context::issue_gather(int id, bool wanted) {
-  auto& group = *group_at(id);
+void Context::note_gather(int id) {
+  const auto& group = *group_at(id);
   ++stats_.gathers;
   log("all-gather", group, group.unsharded_bytes());
   if (std::find(order_.begin(), order_.end(), id) == order_.end()) order_.push_back(id);
+}
+
+void Context::join_gather(int id) {
+  note_gather(id);
+  group_at(id)->join_gather();
+}
+
+void Context::issue_gather(int id, bool wanted) {
+  note_gather(id);
+  auto& group = *group_at(id);
   if (group.state() == GatherState::kSharded) {
     group.begin_gather();
     ahead_.push_back({&group, wanted});
@@ -380,11 +399,7 @@ void Context::touch_slow(ParamGroup& group, int task) {
     current_ = &group;
     current_task_ = task;
   } catch (const CommError& error) {
-    if (phase_ != Phase::kFailed) {
-      phase_ = Phase::kFailed;
-      failure_ = error.what();
-      schedule_.abandon();
-    }
+    if (phase_ != Phase::kFailed) mark_failed(error.what());
     throw;
   }
 }
@@ -428,6 +443,12 @@ void Context::leave_forward(ParamGroup& group) {
   for (auto* g : open_) close(*g);
   open_.clear();
   current_ = nullptr;
+  // A rank that needs fewer groups than another one is here first. It may not leave: what the user does next (reduce
+  // a loss over the ranks, say) would keep it from the gathers that the others still ask for.
+  if (!schedule_.following() || uneven_) {
+    auto flags = no_flags();
+    meet({Step::kForwardEnd}, flags);
+  }
   phase_ = Phase::kIdle;
 }
 
@@ -600,11 +621,7 @@ void Context::finish_backward() {
     in_hooks_ = false;
   } catch (const std::exception& error) {
     in_hooks_ = false;
-    if (phase_ == Phase::kBackward) {
-      phase_ = Phase::kFailed;
-      failure_ = error.what();
-      schedule_.abandon();
-    }
+    if (phase_ == Phase::kBackward) mark_failed(error.what());
     throw;
   }
 }

@@ -87,6 +87,9 @@ class Context : public std::enable_shared_from_this<Context> {
   bool meet(const Ticket& ticket, std::vector<uint8_t>& flags);
   void fetch(ParamGroup& group);
   void issue_gather(int group, bool wanted);
+  /// Takes part in a gather for the other ranks only.
+  void join_gather(int group);
+  void note_gather(int group);
   void advance_to(size_t position);
   void prefetch_after(ParamGroup& group);
   void consume(ParamGroup& group);
@@ -99,6 +102,7 @@ class Context : public std::enable_shared_from_this<Context> {
   /// Issues everything that the other ranks count on, so that giving up here cannot leave them waiting.
   void drain() noexcept;
   void give_up(const std::string& what) noexcept;
+  void mark_failed(const std::string& what);
   [[noreturn]] void refuse_failed() const;
   [[noreturn]] void report(const Agreement::Outcome& outcome, const Ticket& mine);
   std::string describe(const Ticket& ticket) const;
@@ -119,6 +123,7 @@ class Context : public std::enable_shared_from_this<Context> {
   std::string failure_;
   std::vector<uint8_t> used_;  // by parameter: a gradient came that no reduction has handed out yet
   int forward_depth_ = 0;
+  bool uneven_ = false;  // ranks have been seen to need different groups
   bool in_hooks_ = false;
   bool backward_since_forward_ = false;
   bool forward_records_ = false;  // the forward under way records gradients

@@ -4,7 +4,6 @@
 #include <sstream>
 #include <unordered_set>
 
-#include <ATen/ATen.h>
 #include <fsdp/distributed.h>
 #include <fsdp/error.h>
 
@@ -99,6 +98,8 @@ Survey survey(const std::vector<std::shared_ptr<torch::nn::Module>>& modules, co
   const auto& policy = options.mp_policy;
   result.lines.push_back("param_dtype " + type_name(policy.param_dtype) + ", reduce_dtype " +
                          type_name(policy.reduce_dtype));
+  const auto& reshard = options.reshard_after_forward;
+  result.lines.push_back(std::string("reshard_after_forward ") + (!reshard ? "-" : *reshard ? "true" : "false"));
   result.lines.push_back(std::to_string(result.inner.size()) + " inner groups");
   return result;
 }

@@ -83,9 +83,7 @@ void arrange(const std::vector<Visit>& visits, const std::vector<engine::ParamGr
       auto* tag = tensor::facade_of(parameter.value());
       if (!tag || !tag->param) continue;
       auto name = visit.path.empty() ? parameter.key() : visit.path + "." + parameter.key();
-      auto spec = std::make_shared<tensor::Spec>(*tag->spec);
-      spec->name = name;
-      tag->spec = std::move(spec);
+      tensor::rename_facade(parameter.value(), name);
       tag->param->set_name(std::move(name));
     }
   }

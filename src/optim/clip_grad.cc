@@ -3,7 +3,10 @@
 #include <cmath>
 #include <map>
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/zeros.h>
 #include <fsdp/error.h>
 
 #include "tensor/facade.h"
@@ -72,7 +75,7 @@ at::Tensor clip_grad_norm_(const std::vector<at::Tensor>& parameters, double max
     throw Error("libfsdp: clip_grad_norm_: the gradients' norm of order " + std::to_string(norm_type) + " is " +
                 std::to_string(total.item<double>()) + "; look for the overflow, or pass error_if_nonfinite = false");
   }
-  const auto scale = (max_norm / (total + 1e-6)).clamp_max(1.0);
+  const auto scale = total.add(1e-6).reciprocal().mul(max_norm).clamp_max(1.0);
   for (const auto& local : locals) local.mul_(scale.to(local.options()));
   return total.to(dtype);
 }

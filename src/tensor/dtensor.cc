@@ -3,7 +3,11 @@
 #include <ostream>
 #include <sstream>
 
-#include <ATen/ATen.h>
+#include <ATen/core/Formatting.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <fsdp/error.h>
 
 #include "tensor/facade.h"

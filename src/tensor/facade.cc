@@ -1,6 +1,7 @@
 #include "tensor/facade.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <fsdp/error.h>
 #include <torch/csrc/autograd/variable.h>
@@ -11,17 +12,26 @@
 namespace fsdp::tensor {
 namespace {
 
-// Global sizes and no storage: reading a data pointer throws instead of crashing.
+// Global sizes and no storage.
 struct FacadeImpl : c10::TensorImpl {
   FacadeImpl(const at::Tensor& local, c10::IntArrayRef sizes)
       : c10::TensorImpl(local.key_set().add(engine::kKey), local.dtype(), local.device()) {
     set_sizes_contiguous(sizes);
-    set_storage_access_should_throw();
   }
 };
 
+/// What code gets that asks for the bytes themselves (printing, serialisation, a data pointer).
+void explain_missing_bytes(c10::TensorImpl& impl, const std::string& name) {
+  impl.release_storage_and_set_meta_custom_data_ptr_error_msg_(
+      "libfsdp: the bytes of sharded '" + name +
+      "' (a parameter, its gradient or an optimizer's state) were asked for, and no rank has them all. Call "
+      "fsdp::dtensor(tensor).to_local() for this rank's values (its operator<< prints them), full_tensor() for the "
+      "whole on every rank, fsdp::save() to save a model");
+}
+
 c10::intrusive_ptr<FacadeImpl> make_impl(SpecPtr spec, at::Tensor local, std::shared_ptr<engine::ShardedParam> param) {
   auto impl = c10::make_intrusive<FacadeImpl>(local, spec->sizes);
+  explain_missing_bytes(*impl, spec->name);
   impl->set_backend_meta(c10::make_intrusive<FacadeTag>(std::move(spec), std::move(local), std::move(param)));
   return impl;
 }
@@ -60,7 +70,7 @@ class FacadeSlot : public engine::Slot {
         throw InvalidArgument("libfsdp: parameter '" + spec->name + "' has a .grad of other sizes than its own; " +
                               "set it to an undefined tensor before backward");
       }
-      gradient = make_facade(spec, whole.narrow(0, rows.begin, rows.size()) + local);
+      gradient = make_facade(spec, whole.narrow(0, rows.begin, rows.size()).add(local));
     }
   }
 
@@ -113,6 +123,14 @@ void become_parameter(const at::Tensor& parameter, SpecPtr spec, std::shared_ptr
         make_facade(spec, (old.dim() == 0 ? old.reshape({1}) : old).narrow(0, rows.begin, rows.size()).clone());
   }
   become_facade(parameter, std::move(spec), param->shard(), param);
+}
+
+void rename_facade(const at::Tensor& tensor, const std::string& name) {
+  auto& tag = *facade_of(tensor);
+  auto spec = std::make_shared<Spec>(*tag.spec);
+  spec->name = name;
+  tag.spec = std::move(spec);
+  explain_missing_bytes(*tensor.unsafeGetTensorImpl(), name);
 }
 
 // --- sharded_tensor.h -----------------------------------------------------------------------------------------------

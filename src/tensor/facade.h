@@ -34,6 +34,9 @@ at::Tensor make_facade(SpecPtr spec, at::Tensor local);
 void become_facade(const at::Tensor& tensor, SpecPtr spec, at::Tensor local,
                    std::shared_ptr<engine::ShardedParam> param = nullptr);
 
+/// A sharded tensor's name in messages from now on; its alone, not of others with the same spec.
+void rename_facade(const at::Tensor& tensor, const std::string& name);
+
 /// Makes `parameter` stand for `param`: the C++ slot. Gives `param` its slot.
 void become_parameter(const at::Tensor& parameter, SpecPtr spec, std::shared_ptr<engine::ShardedParam> param);
 

@@ -35,9 +35,14 @@ bool writes(const c10::FunctionSchema& schema, size_t argument) {
 [[noreturn]] void refuse_alias(const c10::OperatorHandle& op, const ShardedParam* param) {
   throw NotSupported(
       "libfsdp: " + op.schema().name() + " reads a view of " +
-      (param ? "parameter '" + param->name() + "' after its group was resharded"
+      (param ? "parameter '" + param->name() + "' after its group was resharded or its shard was written"
              : std::string("a parameter whose sharded model is gone")) +
       "; outside forward and backward its bytes are not here. Read it inside the forward, or call unshard() first");
+}
+
+// Outside forward and backward nothing gathers: leaves are read as they are, if nobody wrote their shards since.
+bool readable_outside(const engine::ParamGroup& group) {
+  return group.state() == engine::GatherState::kUnsharded && !group.stale();
 }
 
 // What the arguments are, found before any of them is replaced.
@@ -66,7 +71,7 @@ Seen look(const torch::jit::Stack& stack, size_t count) {
     seen.parameter = true;
     auto& group = facade.param->group();
     seen.whole = seen.whole && group.context().whole_here();
-    seen.pinned = seen.pinned && group.place.pinned && group.state() == engine::GatherState::kUnsharded;
+    seen.pinned = seen.pinned && group.place.pinned && readable_outside(group);
   });
   return seen;
 }
@@ -94,7 +99,7 @@ void run_whole(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::j
       auto& group = param->group();
       if (group.context().whole_here()) {
         group.context().touch(group);
-      } else if (group.state() != engine::GatherState::kUnsharded) {
+      } else if (!readable_outside(group)) {
         refuse_alias(op, param);
       }
       substituted.push_back({param, {}, written});

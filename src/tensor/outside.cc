@@ -4,7 +4,10 @@
 #include <unordered_map>
 #include <unordered_set>
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
 #include <fsdp/error.h>
 
 #include "engine/context.h"
@@ -28,6 +31,7 @@ enum class Rule {
   kConvert,      // to(...): elementwise, or the tensor itself
   kShape,        // view, reshape, cat, slice, of whole rows or flattened
   kSetData,      // what Module::to and set_data ask first
+  kReplace,      // puts other data or sizes into the tensor: refused
   kRefused,
 };
 
@@ -65,7 +69,10 @@ const std::unordered_map<std::string_view, Rule>& by_name() {
       {"aten::slice", Rule::kShape},
       {"aten::narrow", Rule::kShape},
       {"aten::_has_compatible_shallow_copy_type", Rule::kSetData},
-      {"aten::set_data", Rule::kRefused},
+      {"aten::set_data", Rule::kReplace},
+      {"aten::set_", Rule::kReplace},
+      {"aten::resize_", Rule::kReplace},
+      {"aten::resize_as_", Rule::kReplace},
   };
   return rules;
 }
@@ -121,12 +128,14 @@ std::string describe(const FacadeTag& tag) {
                      ", which is sharded here: " + why +
                      ". Call the handle that fully_shard returned (model(x)) for a forward, "
                      "fsdp::dtensor(tensor).full_tensor() for its values (to_local() and operator<< for this rank's), "
-                     "or unshard() first");
+                     "copy_() of a whole tensor under no_grad to set them, or unshard() first");
 }
 
 /// In grad mode an operator on a parameter that requires grad would record a graph over a shard.
 void check_grad_mode(const OperatorHandle& op, const Stack& stack, size_t count, Rule rule) {
-  if (!at::GradMode::is_enabled() || rule == Rule::kNew || rule == Rule::kSetData) return;
+  if (!at::GradMode::is_enabled() || rule == Rule::kNew || rule == Rule::kSetData || rule == Rule::kReplace) {
+    return;
+  }
   const std::string_view name = op.schema().name();
   if (name == "aten::detach" || name == "aten::detach_" || name == "aten::requires_grad_" || ends_with(name, "_like")) {
     return;
@@ -404,6 +413,12 @@ void run_shape(const OperatorHandle& op, Stack* stack) {
   done(make_facade(shaped, tag->local.reshape(shaped->local_sizes())));
 }
 
+[[noreturn]] void refuse_replacement(const OperatorHandle& op, const Stack& stack) {
+  refuse(op, first_facade(stack, op.schema().arguments().size()),
+         "its data cannot be replaced (set_data, set_, resize_, Module::to, torch::load). Convert or move the module "
+         "before fully_shard, copy values in with copy_() under no_grad, or load with fsdp::load");
+}
+
 void run_set_data(const OperatorHandle& op, Stack* stack) {
   const size_t count = op.schema().arguments().size();
   const at::Tensor self = (*stack)[stack->size() - count].toTensor();
@@ -415,9 +430,7 @@ void run_set_data(const OperatorHandle& op, Stack* stack) {
     stack->emplace_back(true);
     return;
   }
-  refuse(op, first_facade(*stack, count),
-         "its data cannot be replaced (set_data, Module::to). Convert or move the module before fully_shard, copy "
-         "values in with copy_() under no_grad, or load with fsdp::load");
+  refuse_replacement(op, *stack);
 }
 
 }  // namespace
@@ -441,6 +454,8 @@ void run_outside(const OperatorHandle& op, Stack* stack) {
       return run_shape(op, stack);
     case Rule::kSetData:
       return run_set_data(op, stack);
+    case Rule::kReplace:
+      refuse_replacement(op, *stack);
     case Rule::kRefused:
       break;
   }

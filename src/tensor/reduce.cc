@@ -4,7 +4,15 @@
 #include <limits>
 #include <string_view>
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/dot.h>
+#include <ATen/ops/equal.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/linalg_vector_norm.h>
+#include <ATen/ops/sum.h>
+#include <ATen/ops/vdot.h>
+#include <ATen/ops/zeros.h>
 #include <fsdp/error.h>
 
 #include "tensor/facade.h"
