@@ -17,8 +17,6 @@
 namespace fsdp::engine {
 namespace {
 
-constexpr size_t kReductionsInFlight = 2;
-
 int graph_task() { return torch::autograd::get_current_graph_task_id(); }
 
 void mix(uint64_t& hash, uint64_t value) { hash = (hash ^ value) * 0x9E3779B97F4A7C15ull + (hash >> 29); }
@@ -477,9 +475,11 @@ void Context::ensure_backward(int task) {
   // Gradients are complete in the reverse of the order in which groups were first used: the one order of reductions.
   to_reduce_.clear();
   next_reduce_ = 0;
+  bounded_ = !uneven_;
   for (auto id = order_.rbegin(); id != order_.rend(); ++id) {
     auto* group = group_at(*id);
     const bool touched = flags[param_count_ + static_cast<size_t>(*id)];
+    if (group && touched != group->place.touched) bounded_ = false;
     if (group && touched && group->flags().sync_gradients && group->has_members()) to_reduce_.push_back(group);
   }
   backward_since_forward_ = true;
@@ -535,7 +535,9 @@ void Context::issue_ready_reductions() {
 }
 
 void Context::limit_reductions() {
-  if (reducing_.size() >= kReductionsInFlight) reducing_[reducing_.size() - kReductionsInFlight]->wait_oldest_input();
+  // One reduction in flight beside the group whose gradients arrive. While it waits, this rank answers no questions: a
+  // rank that needs another one's gather first would wait forever. So only where all ranks do the same.
+  if (bounded_ && !reducing_.empty()) reducing_.back()->wait_oldest_input();
 }
 
 void Context::issue_reduce(ParamGroup& group) {
@@ -562,6 +564,7 @@ void Context::finish_backward() {
       flags[late_at + static_cast<size_t>(group->place.id)] = group->place.late;
     }
     if (!meet({Step::kBackwardEnd}, flags)) throw InvariantError("libfsdp: tickets without keys differ");
+    bounded_ = true;  // from here on all ranks issue the same
 
     const auto anywhere = [&](const ParamGroup& group) {
       const auto* used = flags.data() + group.place.first_param;
