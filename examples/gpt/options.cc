@@ -9,7 +9,7 @@ namespace gpt {
 Options parse_options(int argc, char** argv) {
   Options o;
   CLI::App app("Trains a byte-level GPT on text, sharded over the ranks that a launcher started.", "gpt");
-  app.option_defaults()->always_capture_default();
+  app.option_defaults()->always_capture_default()->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
 
   app.add_option("--data", o.data, "File or folder of text")->required();
   app.add_option("--out", o.out, "Folder for metrics.csv and the checkpoint");

@@ -109,7 +109,7 @@ def test_plain_run_follows_the_golden_curve(plain):
         (2, ["--no-reshard"]),
         (2, ["--accumulate", "3"]),
         (3, []),
-        (3, ["--accumulate", "2", "--batch", "12"]),
+        (3, ["--accumulate", "2"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else f"{value} ranks",
 )
