@@ -8,7 +8,7 @@
 
 #include "checkpoint/safetensors.h"
 #include "net.h"
-#include "ranks.h"
+#include "support/ranks.h"
 
 namespace fsdp {
 namespace {

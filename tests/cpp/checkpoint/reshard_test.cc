@@ -6,7 +6,7 @@
 #include <fsdp/fsdp.h>
 
 #include "net.h"
-#include "ranks.h"
+#include "support/ranks.h"
 #include "temp_folder.h"
 
 namespace fsdp {

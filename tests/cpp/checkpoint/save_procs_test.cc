@@ -10,7 +10,7 @@
 #include <fsdp/fsdp.h>
 
 #include "net.h"
-#include "processes.h"
+#include "support/processes.h"
 #include "temp_folder.h"
 
 namespace fsdp {
