@@ -8,83 +8,107 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include "support/ranks.h"
+#include "engine/context.h"
+#include "module/module_state.h"
 
 namespace fsdp::testing {
 
-/// A model, its input and its loss, to be trained plain and sharded.
-template <class M>
-struct Case {
-  std::function<M()> make;
-  std::function<at::Tensor(M& model, const at::Tensor& x)> loss;  // for the plain run: model->forward
-  at::Tensor batch;              // split over the ranks along dim 0, or given whole to each
-  bool same_data = false;
-  std::function<void(M& model, const DeviceMesh& mesh)> shard_parts = [](M&, const DeviceMesh&) {};
-  int steps = 3;
-  double tolerance = 2e-5;
+/// A model under test: one tensor in, one out. Not a template, so that a test costs no instantiation of its own.
+struct Net : torch::nn::Module {
+  virtual at::Tensor forward(const at::Tensor& x) = 0;
+};
+using NetPtr = std::shared_ptr<Net>;
+using Handle = FSDPModule<NetPtr>;
+
+enum class Grouping {
+  kOne,       // the root's group alone
+  kChildren,  // one group a child that has parameters, and the root's for the rest
 };
 
-inline double difference(const at::Tensor& a, const at::Tensor& b) {
-  if (a.numel() == 0) return 0;
-  return ((a - b).abs().max() / (1e-6 + b.abs().max())).template item<double>();
-}
+/// What is trained plain and sharded, and how the two are compared.
+struct Case {
+  std::function<NetPtr()> make;
+  at::Tensor batch;  // samples along dim 0, cut over the ranks
+  /// Every rank gets the whole batch (batch norm's statistics depend on it).
+  bool same_data = false;
+  /// The plain run works on each rank's samples apart and takes the mean: where what a model does depends on them.
+  bool apart = false;
+  std::function<at::Tensor(const at::Tensor& out)> loss = [](const at::Tensor& out) { return out.pow(2).mean(); };
+  /// Replaces Grouping::kChildren.
+  std::function<void(Net& net, const FullyShardOptions& options)> shard_parts;
+  /// Of every group; the mesh is 1D over all ranks where none is given here.
+  FullyShardOptions options{};
+  std::vector<int64_t> mesh_shape{};
+  std::function<void(Handle& model)> configure = [](Handle&) {};
+  at::ScalarType dtype = at::kDouble;
+  double tolerance = 1e-9;  // relative to the largest value of a tensor
+  int steps = 3;
+};
 
-/// Trains `c` plain on the joined batch and sharded on `ranks` threads, three AdamW steps each, and expects equal
-/// losses and parameters.
-template <class M>
-void expect_parity(int ranks, const Case<M>& c,
-                   const std::function<void(FSDPModule<M>&)>& configure = [](FSDPModule<M>&) {}) {
-  using Options = torch::optim::AdamWOptions;
-  torch::manual_seed(0);
-  M plain = c.make();
-  std::vector<M> models;
-  for (int r = 0; r < ranks; ++r) {
-    torch::manual_seed(0);
-    models.push_back(c.make());
-  }
-  std::vector<double> losses;
-  torch::optim::AdamW optimizer(plain->parameters(), Options(1e-2).weight_decay(0.1));
-  for (int step = 0; step < c.steps; ++step) {
-    auto loss = c.loss(plain, c.batch);
-    optimizer.zero_grad();
-    loss.backward();
-    optimizer.step();
-    losses.push_back(loss.template item<double>());
-  }
-  run_ranks(ranks, [&](int rank) {
-    auto mesh = init_device_mesh(at::kCPU, {ranks}, {"dp"});
-    auto& net = models[static_cast<size_t>(rank)];
-    c.shard_parts(net, mesh);
-    auto model = fully_shard(net, {.mesh = mesh});
-    configure(model);
-    torch::optim::AdamW sharded_optimizer(model->parameters(), Options(1e-2).weight_decay(0.1));
-    const auto x = c.same_data ? c.batch : c.batch.chunk(ranks, 0)[static_cast<size_t>(rank)];
-    for (int step = 0; step < c.steps; ++step) {
-      // The loss runs inside the handle's scope, as a training module's forward would.
-      module::ForwardScope scope(model.state());
-      auto loss = c.loss(net, x);
-      scope.complete();
-      sharded_optimizer.zero_grad();
-      loss.backward();
-      sharded_optimizer.step();
-      if (c.same_data || ranks == 1) {
-        EXPECT_NEAR(loss.template item<double>(), losses[static_cast<size_t>(step)],
-                    c.tolerance * (1 + std::abs(losses[static_cast<size_t>(step)])));
-      }
-    }
-    const auto expected = plain->named_parameters();
-    for (const auto& item : net->named_parameters()) {
-      const auto& reference = expected[item.key()];
-      ASSERT_EQ(item.value().sizes(), reference.sizes()) << item.key();
-      const auto full = dtensor(item.value()).full_tensor();
-      EXPECT_LT(difference(full, reference.detach()), c.tolerance) << item.key() << " rank " << rank;
-      const auto& gradient = item.value().grad();
-      ASSERT_EQ(gradient.defined(), reference.grad().defined()) << item.key();
-      if (gradient.defined()) {
-        EXPECT_LT(difference(dtensor(gradient).full_tensor(), reference.grad()), c.tolerance * 10) << item.key();
-      }
-    }
-  });
-}
+/// make() with the same random draws in every thread.
+NetPtr build(const Case& c);
+
+/// The plain model and the sharded one on this rank, fed alike.
+class Twin {
+ public:
+  /// Collective, inside run_ranks or a process body.
+  Twin(const Case& c, Grouping grouping);
+
+  Net& plain() { return *plain_; }
+  Net& net() { return *net_; }
+  Handle& model() { return *model_; }
+  engine::Context& context() { return model_->state()->context(); }
+  const Case& the_case() const { return c_; }
+
+  /// The plain loss on the joined `batch`.
+  at::Tensor plain_loss(const at::Tensor& batch);
+  at::Tensor plain_loss() { return plain_loss(c_.batch); }
+  /// This rank's loss on its samples of `batch`.
+  at::Tensor sharded_loss(const at::Tensor& batch);
+  at::Tensor sharded_loss() { return sharded_loss(c_.batch); }
+  at::Tensor samples_here(const at::Tensor& batch) const;
+
+  void zero_grad();
+  void optimizer_step();
+  /// Forward, backward and AdamW on both; expects equal losses and gradients.
+  void train_step(const at::Tensor& batch);
+  void train_step() { train_step(c_.batch); }
+
+  /// The mean of the sharded losses over the ranks against the plain loss. Collective.
+  void expect_equal_losses(const at::Tensor& plain, const at::Tensor& sharded);
+  void expect_equal_parameters();
+  void expect_equal_gradients();
+
+ private:
+  Case c_;
+  NetPtr plain_, net_;
+  std::unique_ptr<Handle> model_;
+  std::unique_ptr<torch::optim::AdamW> plain_optimizer_, optimizer_;
+};
+
+/// The largest difference, relative to the largest value of `expected`.
+double difference(const at::Tensor& got, const at::Tensor& expected);
+
+/// Runs `body` on `ranks` threads with one Twin each.
+void run_twins(int ranks, const Case& c, Grouping grouping, const std::function<void(Twin& twin, int rank)>& body);
+
+/// c.steps training steps on `ranks` threads, with each grouping; loss, gradients and parameters equal to plain.
+void expect_parity(int ranks, const Case& c);
+void expect_parity(int ranks, const Case& c, Grouping grouping);
+/// The same on this rank of a group that exists already.
+void expect_parity_here(const Case& c, Grouping grouping);
+
+/// fully_shard of each child that has parameters.
+void shard_children(torch::nn::Module& net, const FullyShardOptions& options);
+
+/// Suites that run on 1, 2, 3 and 5 ranks.
+struct OnRanks : ::testing::TestWithParam<int> {
+  int ranks() const { return GetParam(); }
+};
+#define FSDP_ON_RANKS(Suite, ...) \
+  INSTANTIATE_TEST_SUITE_P(Ranks, Suite, ::testing::Values(__VA_ARGS__), ::testing::PrintToStringParamName())
+
+/// A batch of `samples` with values that differ everywhere, in [-1, 1].
+at::Tensor ramp(std::vector<int64_t> sizes);
 
 }  // namespace fsdp::testing
