@@ -52,8 +52,10 @@ def wait(processes):
     status, failed_at = 0, None
     while True:
         returned = [process.poll() for process in processes]
-        if status == 0:
-            status = next((code for code in returned if code), 0)
+        failed = [code for code in returned if code]
+        if status == 0 and failed:
+            # Of those seen at once, a rank that a signal killed (a negative code) is the cause of the others' errors.
+            status = min(failed) if min(failed) < 0 else failed[0]
         if None not in returned:
             return 128 - status if status < 0 else status
         if status != 0:
