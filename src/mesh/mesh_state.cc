@@ -50,19 +50,20 @@ int64_t MeshState::coordinate(int64_t axis) const {
 
 std::shared_ptr<comm::Channel> MeshState::axis_channel(int64_t axis, Lane lane) {
   coordinate(axis);  // checks it
-  return channel(c10::str(names_[axis], ".", lane_name(lane)), ranks_along({axis}));
+  return channel(c10::str(names_[axis], ".", lane_name(lane)), [&] { return ranks_along({axis}); });
 }
 
 std::shared_ptr<comm::Channel> MeshState::flat_channel(Lane lane) {
   return shape_.size() == 1 ? axis_channel(0, lane)
-                            : channel(c10::str(c10::Join("+", names_), ".", lane_name(lane)), ranks_);
+                            : channel(c10::str(c10::Join("+", names_), ".", lane_name(lane)), [&] { return ranks_; });
 }
 
-std::shared_ptr<comm::Channel> MeshState::channel(const std::string& label, const std::vector<int>& ranks) {
+std::shared_ptr<comm::Channel> MeshState::channel(const std::string& label,
+                                                  const std::function<std::vector<int>()>& ranks) {
   std::lock_guard lock(mutex_);
   auto& cached = channels_[label];
   if (!cached) {
-    cached = world_->open_channel(ranks, label);
+    cached = world_->open_channel(ranks(), label);
   }
   return cached;
 }

@@ -1,4 +1,5 @@
 #pragma once
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -48,7 +49,8 @@ class MeshState {
   int64_t axis_index(const std::string& name) const;
   /// This mesh's ranks that share this rank's coordinates but for `axes`, row-major over `axes`.
   std::vector<int> ranks_along(const std::vector<int64_t>& axes) const;
-  std::shared_ptr<comm::Channel> channel(const std::string& label, const std::vector<int>& ranks);
+  /// `ranks` is asked for only where the channel is opened: listing them costs with the size of the mesh.
+  std::shared_ptr<comm::Channel> channel(const std::string& label, const std::function<std::vector<int>()>& ranks);
 
   std::shared_ptr<World> world_;
   c10::DeviceType device_type_;
