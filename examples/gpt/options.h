@@ -16,7 +16,7 @@ struct Options {
 
   GPTConfig model;
 
-  int64_t steps = 800;
+  int64_t steps = 700;
   int64_t batch = 32;      ///< rows of a step, over all ranks and micro-batches
   int64_t accumulate = 1;  ///< micro-batches a step
   double lr = 2e-3;
