@@ -10,7 +10,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 
 
-def smooth(values, weight=0.95):
+def smooth(values, weight=0.9):
     """Exponential moving average, without the pull of its start."""
     out, mean, total = [], 0.0, 0.0
     for value in values:
