@@ -11,7 +11,7 @@ has_venv() { "${PYTHON:-python3}" -c 'import venv, ensurepip' 2>/dev/null; }
 # package, probe, what it is for
 needs=(
   "build-essential    has_command g++                     the compiler"
-  "python3            has_command ${PYTHON:-python3}      Python 3.10 or later"
+  "python3            has_command ${PYTHON:-python3}      Python 3.11 or later"
   "python3-venv       has_venv -                          the virtual environment"
   "nlohmann-json3-dev has_header nlohmann/json.hpp        JSON"
   "libcli11-dev       has_header CLI/CLI.hpp              the programs' arguments"

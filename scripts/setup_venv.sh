@@ -5,8 +5,8 @@ python=$1 venv=$2 requirements=$3
 
 say() { echo "[setup] $*"; }
 
-"$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || {
-  say "$("$python" --version) is too old: Python 3.10 or later is needed (make PYTHON=... chooses another)"
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
+  say "$("$python" --version) is too old: Python 3.11 or later is needed (make PYTHON=... chooses another)"
   exit 1
 }
 if [[ ! -x $venv/bin/python ]]; then
