@@ -24,7 +24,7 @@ RESUME ?=
 SEED ?=
 ARGS ?=
 QUICK ?=
-CTEST := $(BIN)/ctest --output-on-failure --parallel $(JOBS)
+CTEST := $(BIN)/ctest --output-on-failure --no-label-summary --parallel $(JOBS)
 
 export PATH := $(BIN):$(PATH)
 export CMAKE_COLOR_DIAGNOSTICS ?= OFF
