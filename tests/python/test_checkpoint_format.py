@@ -22,7 +22,7 @@ def run(test, folder):
     done = subprocess.run(
         [program, f"--gtest_filter={test}", "--gtest_also_run_disabled_tests"],
         env={**os.environ, "FSDP_TEST_FOLDER": str(folder)}, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and "1 test ran" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and "[  PASSED  ] 1 test" in done.stdout, done.stdout + done.stderr
     return done.stdout
 
 
