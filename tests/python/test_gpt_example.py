@@ -55,7 +55,9 @@ def column(out, name):
 
 def start(program, ranks, out, *arguments, until):
     """Starts a run and returns it when it has printed a line that begins with `until`."""
-    process = subprocess.Popen(command(program, ranks, out, *arguments), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(
+        command(program, ranks, out, *arguments), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     seen = []
     for line in process.stdout:
         seen.append(line)
