@@ -1,5 +1,6 @@
 #include <fsdp/error.h>
 #include <gtest/gtest.h>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "channel_checks.h"
 

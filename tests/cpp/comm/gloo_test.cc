@@ -9,7 +9,7 @@
 
 #include "channel_checks.h"
 #include "mesh/world.h"
-#include "processes.h"
+#include "support/processes.h"
 
 namespace fsdp::comm {
 namespace {

@@ -7,7 +7,7 @@
 
 #include "channel_checks.h"
 #include "mesh/world.h"
-#include "ranks.h"
+#include "support/ranks.h"
 
 namespace fsdp::comm {
 namespace {

@@ -8,7 +8,7 @@
 #include <gtest/gtest.h>
 
 #include "mesh/mesh_state.h"
-#include "ranks.h"
+#include "support/ranks.h"
 
 namespace fsdp {
 namespace {

@@ -6,8 +6,8 @@
 
 #include "comm/channel.h"
 #include "mesh/world.h"
-#include "processes.h"
-#include "ranks.h"
+#include "support/processes.h"
+#include "support/ranks.h"
 
 namespace fsdp {
 namespace {
