@@ -417,8 +417,10 @@ void Context::enter_forward(ParamGroup& group) {
         backward_since_forward_ = false;
       }
     }
-    begin_phase(Phase::kForward, forward_records_ ? Step::kForward : Step::kForwardNoGrad,
-                forward_records_ ? 1 : 2, no_flags());
+    // Handles that are called one after the other each have an order of their own.
+    uint64_t salt = forward_records_ ? 1 : 2;
+    mix(salt, static_cast<uint64_t>(group.place.id));
+    begin_phase(Phase::kForward, forward_records_ ? Step::kForward : Step::kForwardNoGrad, salt, no_flags());
   } else if (phase_ == Phase::kFailed) {
     refuse_failed();
   }
