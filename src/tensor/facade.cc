@@ -1,8 +1,8 @@
 #include "tensor/facade.h"
 
-#include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/Tensor.h>
 #include <fsdp/error.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -29,17 +29,36 @@ void explain_missing_bytes(c10::TensorImpl& impl, const std::string& name) {
       "whole on every rank, fsdp::save() to save a model");
 }
 
-c10::intrusive_ptr<FacadeImpl> make_impl(SpecPtr spec, at::Tensor local, std::shared_ptr<engine::ShardedParam> param) {
+c10::intrusive_ptr<FacadeImpl> make_impl(SpecPtr spec, at::Tensor local, engine::ShardedParam* param) {
   auto impl = c10::make_intrusive<FacadeImpl>(local, spec->sizes);
   explain_missing_bytes(*impl, spec->name);
-  impl->set_backend_meta(c10::make_intrusive<FacadeTag>(std::move(spec), std::move(local), std::move(param)));
+  impl->set_backend_meta(c10::make_intrusive<FacadeTag>(std::move(spec), std::move(local), param));
   return impl;
 }
+
+/// Keeps a model's group alive as long as one of its parameters. The autograd metadata goes with the last reference to
+/// the tensor; the TensorImpl itself, and its tag, stay while the slot's weak reference does.
+struct OwningMeta : torch::autograd::AutogradMeta {
+  OwningMeta(torch::autograd::AutogradMeta& old, std::shared_ptr<engine::ShardedParam> p) : param(std::move(p)) {
+    name_ = std::move(old.name_);
+    grad_ = std::move(old.grad_);
+    hooks_ = std::move(old.hooks_);
+    cpp_hooks_list_ = std::move(old.cpp_hooks_list_);
+    post_acc_grad_hooks_ = std::move(old.post_acc_grad_hooks_);
+    requires_grad_ = old.requires_grad_;
+    output_nr_ = old.output_nr_;
+    grad_dtype_ = old.grad_dtype_;
+    allow_grad_dtype_mismatch_ = old.allow_grad_dtype_mismatch_;
+  }
+  std::shared_ptr<engine::ShardedParam> param;
+};
 
 /// The parameter that a C++ module, its optimizer and its user hold.
 class FacadeSlot : public engine::Slot {
  public:
-  explicit FacadeSlot(const at::Tensor& parameter) : impl_(parameter.getIntrusivePtr()) {}
+  explicit FacadeSlot(const at::Tensor& parameter)
+      : impl_(parameter.getIntrusivePtr()), tag_(c10::intrusive_ptr<FacadeTag>::reclaim_copy(facade_of(parameter))) {}
+  ~FacadeSlot() override { tag_->param = nullptr; }
 
   bool requires_grad() const override {
     const auto parameter = lock();
@@ -86,6 +105,7 @@ class FacadeSlot : public engine::Slot {
     return strong ? at::Tensor(std::move(strong)) : at::Tensor();
   }
   mutable c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> impl_;
+  c10::intrusive_ptr<FacadeTag> tag_;
 };
 
 }  // namespace
@@ -95,23 +115,23 @@ at::Tensor make_facade(SpecPtr spec, at::Tensor local) {
       make_impl(std::move(spec), std::move(local), nullptr).release()));
 }
 
-void become_facade(const at::Tensor& tensor, SpecPtr spec, at::Tensor local,
-                   std::shared_ptr<engine::ShardedParam> param) {
+void become_facade(const at::Tensor& tensor, SpecPtr spec, at::Tensor local, engine::ShardedParam* param) {
   const auto counter = local.unsafeGetTensorImpl()->version_counter();
-  tensor.unsafeGetTensorImpl()->shallow_copy_from(make_impl(std::move(spec), std::move(local), std::move(param)));
+  tensor.unsafeGetTensorImpl()->shallow_copy_from(make_impl(std::move(spec), std::move(local), param));
   tensor.unsafeGetTensorImpl()->set_version_counter(counter);
 }
 
 void become_parameter(const at::Tensor& parameter, SpecPtr spec, std::shared_ptr<engine::ShardedParam> param) {
-  param->set_slot(std::make_unique<FacadeSlot>(parameter));
+  parameter.unsafeGetTensorImpl()->set_autograd_meta(
+      std::make_unique<OwningMeta>(*torch::autograd::impl::materialize_autograd_meta(parameter), param));
   // gradient_edge(parameter) is the leaf's accumulator: autograd::grad with respect to the parameter finds it.
   if (param->accumulator() && parameter.requires_grad()) {
-    torch::autograd::impl::set_grad_accumulator(
-        parameter, c10::weak_intrusive_ptr<torch::autograd::Node>(param->accumulator()));
+    torch::autograd::impl::set_grad_accumulator(parameter,
+                                                c10::weak_intrusive_ptr<torch::autograd::Node>(param->accumulator()));
   } else if (param->accumulator()) {
     parameter.set_requires_grad(true);
-    torch::autograd::impl::set_grad_accumulator(
-        parameter, c10::weak_intrusive_ptr<torch::autograd::Node>(param->accumulator()));
+    torch::autograd::impl::set_grad_accumulator(parameter,
+                                                c10::weak_intrusive_ptr<torch::autograd::Node>(param->accumulator()));
     parameter.set_requires_grad(false);
   }
   if (parameter.grad().defined() && !facade_of(parameter.grad())) {
@@ -122,7 +142,8 @@ void become_parameter(const at::Tensor& parameter, SpecPtr spec, std::shared_ptr
     parameter.mutable_grad() =
         make_facade(spec, (old.dim() == 0 ? old.reshape({1}) : old).narrow(0, rows.begin, rows.size()).clone());
   }
-  become_facade(parameter, std::move(spec), param->shard(), param);
+  become_facade(parameter, std::move(spec), param->shard(), param.get());
+  param->set_slot(std::make_unique<FacadeSlot>(parameter));
 }
 
 void rename_facade(const at::Tensor& tensor, const std::string& name) {

@@ -10,11 +10,11 @@ namespace fsdp::tensor {
 
 /// What a sharded tensor stands for. Parameters have `param`; gradients and optimizer states do not.
 struct FacadeTag : engine::Tag {
-  FacadeTag(SpecPtr s, at::Tensor l, std::shared_ptr<engine::ShardedParam> p)
-      : Tag(Kind::kSharded), spec(std::move(s)), local(std::move(l)), param(std::move(p)) {}
+  FacadeTag(SpecPtr s, at::Tensor l, engine::ShardedParam* p = nullptr)
+      : Tag(Kind::kSharded), spec(std::move(s)), local(std::move(l)), param(p) {}
   SpecPtr spec;
-  at::Tensor local;  // a plain tensor
-  std::shared_ptr<engine::ShardedParam> param;
+  at::Tensor local;             // a plain tensor
+  engine::ShardedParam* param;  // null also once the model is gone: copies made by Tensor::data() share the tag
 };
 
 /// The tag of a tensor with kKey; null for ordinary tensors (and for a view that nobody tagged).
@@ -31,13 +31,12 @@ inline FacadeTag* facade_of(const at::Tensor& tensor) {
 /// A new sharded tensor without bytes of its own.
 at::Tensor make_facade(SpecPtr spec, at::Tensor local);
 /// Turns an existing tensor, in place and keeping its identity and autograd metadata, into one. Its bytes are let go.
-void become_facade(const at::Tensor& tensor, SpecPtr spec, at::Tensor local,
-                   std::shared_ptr<engine::ShardedParam> param = nullptr);
+void become_facade(const at::Tensor& tensor, SpecPtr spec, at::Tensor local, engine::ShardedParam* param = nullptr);
 
 /// A sharded tensor's name in messages from now on; its alone, not of others with the same spec.
 void rename_facade(const at::Tensor& tensor, const std::string& name);
 
-/// Makes `parameter` stand for `param`: the C++ slot. Gives `param` its slot.
+/// Makes `parameter` stand for `param`, which lives at least as long as it: the C++ slot. Gives `param` its slot.
 void become_parameter(const at::Tensor& parameter, SpecPtr spec, std::shared_ptr<engine::ShardedParam> param);
 
 }  // namespace fsdp::tensor
