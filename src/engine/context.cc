@@ -2,10 +2,11 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <sstream>
 
-#include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/core/Tensor.h>
 #include <c10/core/InferenceMode.h>
 #include <fsdp/error.h>
 #include <torch/csrc/autograd/engine.h>
@@ -67,6 +68,7 @@ std::shared_ptr<Context> Context::create(const std::vector<ParamGroup*>& groups,
   self.flag_count_ = self.param_count_ + 2 * self.groups_.size();
   self.used_.assign(self.param_count_, 0);
   self.agreement_ = std::make_unique<Agreement>(mesh.state()->flat_channel(mesh::Lane::kGather), self.flag_count_);
+  self.note_config_change();
   return context;
 }
 
@@ -98,6 +100,24 @@ double Context::pre_divide_factor(const ParamGroup& group) const {
   double factor = 1;
   while (factor * factor < static_cast<double>(group.world_ * group.replicas_)) factor *= 2;
   return factor;
+}
+
+void Context::note_config_change() {
+  // A hash and not a count: ranks may set the same thing a different number of times.
+  config_ = 0;
+  const auto mix_list = [this](bool given, const std::vector<ParamGroup*>& list) {
+    mix(config_, given);
+    for (const auto* group : list) mix(config_, static_cast<uint64_t>(group->place.id) + 2);
+  };
+  for (auto* group : groups_) {
+    if (!group) continue;
+    const auto& flags = group->flags();
+    const auto& place = group->place;
+    mix(config_, flags.reshard_after_forward + 2 * flags.reshard_after_backward + 4 * flags.all_reduce_gradients);
+    mix(config_, std::hash<double>()(flags.divide_factor));
+    mix_list(place.explicit_forward_prefetch, place.forward_prefetch);
+    mix_list(place.explicit_backward_prefetch, place.backward_prefetch);
+  }
 }
 
 // --- phases ---------------------------------------------------------------------------------------------------------
@@ -135,8 +155,8 @@ std::vector<uint8_t> Context::begin_phase(Phase phase, Step step, uint64_t salt,
     joined = flags;
     if (!meet({step, 0, state_key(salt)}, joined)) {
       const std::string what =
-          "libfsdp: ranks begin a step with different settings: which parameters require gradients, prefetch lists "
-          "and reshard flags must be the same on every rank (found on rank " +
+          "libfsdp: ranks begin a step with different settings: which parameters require gradients, gradient sync, "
+          "reshard flags, divide factors and prefetch lists must be the same on every rank (found on rank " +
           std::to_string(rank_) + ")";
       mark_failed(what);
       throw CommError(what);
@@ -227,9 +247,8 @@ void Context::report(const Agreement::Outcome& outcome, const Ticket& mine) {
 }
 
 void Context::refuse_failed() const {
-  throw CommError("libfsdp: rank " + std::to_string(rank_) +
-                  ": an earlier forward or backward of this model failed (" + failure_ +
-                  "); call reset_iter_state() on the root, on every rank, before the next step");
+  throw CommError("libfsdp: rank " + std::to_string(rank_) + ": an earlier forward or backward of this model failed (" +
+                  failure_ + "); call reset_iter_state() on the root, on every rank, before the next step");
 }
 
 void Context::drain() noexcept {
@@ -268,7 +287,8 @@ void Context::reset() {
     group->drop_discarded();
     group->drop_gradients();
     auto& place = group->place;
-    place.touched = place.issued = place.late = place.pinned = false;
+    group->forget_touches();
+    place.issued = place.late = place.pinned = false;
   }
   std::fill(used_.begin(), used_.end(), 0);
   open_.clear();
@@ -372,8 +392,10 @@ void Context::close(ParamGroup& group) {
 
 bool Context::whole_here() const { return forward_depth_ > 0 || (!in_hooks_ && graph_task() >= 0); }
 
-void Context::touch(ParamGroup& group) {
+void Context::touch(ShardedParam& param) {
+  auto& group = param.group();
   const int task = graph_task();
+  if (phase_ == Phase::kForward && forward_records_) param.touched_ = group.place.touched = true;
   if (&group == current_ && task == current_task_ && group.state() == GatherState::kUnsharded) return;
   touch_slow(group, task);
 }
@@ -389,11 +411,9 @@ void Context::touch_slow(ParamGroup& group, int task) {
       group.finish_gather();
       current_ = &group;
       current_task_ = task;
-      if (phase_ == Phase::kForward && forward_records_) group.place.touched = true;
       prefetch_after(group);
       return;
     }
-    if (phase_ == Phase::kForward && forward_records_) group.place.touched = true;
     current_ = &group;
     current_task_ = task;
   } catch (const CommError& error) {
@@ -412,7 +432,7 @@ void Context::enter_forward(ParamGroup& group) {
       if (!accumulating) events_.clear();
       if (forward_records_ && backward_since_forward_) {
         for (auto* g : groups_) {
-          if (g) g->place.touched = false;
+          if (g) g->forget_touches();
         }
         backward_since_forward_ = false;
       }

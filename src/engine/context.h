@@ -34,7 +34,8 @@ struct Event {
 /// an iteration all ranks issue the same collectives in the same order; docs/design/schedule.md says how.
 class Context : public std::enable_shared_from_this<Context> {
  public:
-  /// Takes over `groups` (in module order, parents set), from earlier contexts too. Collective: all ranks call it alike.
+  /// Takes over `groups` (in module order, parents set), from earlier contexts too. Collective: all ranks call it
+  /// alike.
   static std::shared_ptr<Context> create(const std::vector<ParamGroup*>& groups, const DeviceMesh& mesh);
   explicit Context(const DeviceMesh& mesh) : mesh_(mesh) {}
 
@@ -53,8 +54,8 @@ class Context : public std::enable_shared_from_this<Context> {
 
   /// Whether a parameter means the whole here: inside a forward, or in a graph task of autograd.
   bool whole_here() const;
-  /// An operator reads parameters of `group`; returns with its leaves whole.
-  void touch(ParamGroup& group);
+  /// An operator reads `param`; returns with the leaves of its group whole.
+  void touch(ShardedParam& param);
 
   // --- backward ---------------------------------------------------------------------------------------------------
   void on_gradient(ShardedParam& param, const at::Tensor& gradient);
@@ -64,7 +65,7 @@ class Context : public std::enable_shared_from_this<Context> {
   void unshard(ParamGroup& group, bool wait);
   void reshard(ParamGroup& group);
   /// The user changed something that the order of gathers depends on.
-  void note_config_change() { ++config_; }
+  void note_config_change();
   /// Ends what is in flight and forgets the iteration. Collective.
   void reset();
 
@@ -127,7 +128,7 @@ class Context : public std::enable_shared_from_this<Context> {
   bool in_hooks_ = false;
   bool backward_since_forward_ = false;
   bool forward_records_ = false;  // the forward under way records gradients
-  uint64_t config_ = 0;           // bumped when a user changes what the order of gathers may depend on
+  uint64_t config_ = 0;           // stands for the settings that must be the same on all ranks
 
   // The open groups, outermost first, and the last touch (the fast path's test).
   std::vector<ParamGroup*> open_;
@@ -138,12 +139,12 @@ class Context : public std::enable_shared_from_this<Context> {
     ParamGroup* group;
     bool wanted;  // somebody asked for it by name; not just passed on the way
   };
-  std::deque<Ahead> ahead_;       // issued, not yet touched
-  std::vector<int> order_;        // groups by their first gather ever: the same on all ranks
+  std::deque<Ahead> ahead_;             // issued, not yet touched
+  std::vector<int> order_;              // groups by their first gather ever: the same on all ranks
   std::vector<ParamGroup*> to_reduce_;  // still to be issued in this backward, in the agreed order
   size_t next_reduce_ = 0;
-  bool bounded_ = true;  // this backward waits for a reduction before it issues the next
-  std::vector<ParamGroup*> reducing_;   // issued, in order, not finished
+  bool bounded_ = true;                // this backward waits for a reduction before it issues the next
+  std::vector<ParamGroup*> reducing_;  // issued, in order, not finished
   std::weak_ptr<BackwardToken> backward_;
 
   std::vector<Event> events_;

@@ -3,13 +3,13 @@
 #include <algorithm>
 #include <cmath>
 
-#include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
-#include <c10/core/InferenceMode.h>
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/record_function.h>
+#include <c10/core/InferenceMode.h>
 #include <fsdp/error.h>
 
 #include "base/memory.h"
@@ -164,9 +164,8 @@ void ParamGroup::finish_gather() {
     auto& param = *params_[i];
     param.allocate_leaf();
     char* to = static_cast<char*>(param.leaf_.unsafeGetTensorImpl()->unsafe_storage().mutable_data());
-    gather_layout_->for_each_piece(i, [&](int64_t flat_at, int64_t at, int64_t n) {
-      base::copy_bytes(to + at, from + flat_at, n, device_);
-    });
+    gather_layout_->for_each_piece(
+        i, [&](int64_t flat_at, int64_t at, int64_t n) { base::copy_bytes(to + at, from + flat_at, n, device_); });
   }
   note_param_bytes(unsharded_bytes());
   if (world_ > 1) note_param_bytes(-static_cast<int64_t>(gathered_.nbytes()));
@@ -288,8 +287,8 @@ void ParamGroup::store_gradient(ShardedParam& param, at::Tensor gradient) {
   if (!param.in_bucket_) update_membership();
   auto& bucket = *buckets_[param.bucket_];
   if (!bucket.input.defined()) {
-    bucket.input = at::empty({bucket.layout->segments().total()},
-                             at::TensorOptions().dtype(bucket.dtype).device(device_));
+    bucket.input =
+        at::empty({bucket.layout->segments().total()}, at::TensorOptions().dtype(bucket.dtype).device(device_));
     note_gradient_bytes(bucket.input.nbytes());
   }
   // A gradient may itself be a sharded tensor's alias (d(w.v)/dv is w): the dispatcher then finds its bytes.
@@ -321,7 +320,7 @@ bool ParamGroup::holds_gradients() const {
 
 bool ParamGroup::complete() const {
   return std::all_of(params_.begin(), params_.end(), [](const auto& param) {
-    return !param->in_bucket_ || param->arrivals_ >= param->expected_arrivals_;
+    return !param->in_bucket_ || !param->touched_ || param->arrivals_ >= param->expected_arrivals_;
   });
 }
 
@@ -422,10 +421,14 @@ void ParamGroup::finish_reduce(const uint8_t* used) {
   }
 }
 
+void ParamGroup::forget_touches() {
+  place.touched = false;
+  for (auto& param : params_) param->touched_ = false;
+}
+
 void ParamGroup::remember_arrivals() {
-  const bool any = std::any_of(params_.begin(), params_.end(), [](const auto& param) { return param->arrivals_ > 0; });
   for (auto& param : params_) {
-    if (any) param->expected_arrivals_ = param->arrivals_;
+    if (param->arrivals_ > 0) param->expected_arrivals_ = param->arrivals_;
     param->arrivals_ = 0;
   }
 }

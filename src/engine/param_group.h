@@ -1,9 +1,9 @@
 #pragma once
 #include <deque>
-#include <utility>
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -109,6 +109,8 @@ class ParamGroup {
   /// Blocks until the oldest reduction's input may be freed.
   void wait_oldest_input();
   size_t reductions_in_flight() const { return reductions_.size(); }
+  /// The next forward that records gradients starts anew.
+  void forget_touches();
   /// A backward ended: what arrived is what the next one expects.
   void remember_arrivals();
   void drop_gradients();
@@ -118,15 +120,15 @@ class ParamGroup {
     int id = -1;
     int first_param = 0;  // index of params()[0] among all of the context's
     ParamGroup* parent = nullptr;
-    bool touched = false;       // used by a forward that recorded gradients
-    bool issued = false;        // reduced in this backward
-    bool late = false;          // a gradient came after that
-    bool pinned = false;        // unshard() was called
+    bool touched = false;  // used by a forward that recorded gradients
+    bool issued = false;   // reduced in this backward
+    bool late = false;     // a gradient came after that
+    bool pinned = false;   // unshard() was called
     std::vector<ParamGroup*> forward_prefetch, backward_prefetch;
     bool explicit_forward_prefetch = false, explicit_backward_prefetch = false;
   };
   Place place;
-  void* face = nullptr;  // the face's own record of this group
+  void* face = nullptr;                           // the face's own record of this group
   bool is_inside(const ParamGroup& other) const;  // other is this group or one of its parents
 
  private:

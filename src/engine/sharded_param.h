@@ -76,6 +76,7 @@ class ShardedParam {
 
  private:
   friend class ParamGroup;
+  friend class Context;
   void attach_shard(at::Tensor shard);
   void allocate_leaf();
   void release_leaf();
@@ -97,7 +98,8 @@ class ShardedParam {
 
   // Gradient bookkeeping of one backward, owned by the group.
   int arrivals_ = 0;           // deliveries so far
-  int expected_arrivals_ = 1;  // as in the last backward in which the group took part
+  int expected_arrivals_ = 1;  // as in the last backward that brought any
+  bool touched_ = false;       // used by a forward that recorded gradients: only then is one expected
   bool held_ = false;          // the group's reduce input has a gradient for it
   size_t bucket_ = 0, bucket_index_ = 0;
   bool in_bucket_ = false;

@@ -47,11 +47,11 @@ bool readable_outside(const engine::ParamGroup& group) {
 
 // What the arguments are, found before any of them is replaced.
 struct Seen {
-  bool state = false;   // a gradient or an optimizer's state
+  bool state = false;  // a gradient or an optimizer's state
   bool parameter = false;
   bool leaf = false;
-  bool whole = true;    // every parameter stands for the whole here
-  bool pinned = true;   // every parameter was unsharded by hand
+  bool whole = true;   // every parameter stands for the whole here
+  bool pinned = true;  // every parameter was unsharded by hand
 };
 
 Seen look(const torch::jit::Stack& stack, size_t count) {
@@ -98,7 +98,7 @@ void run_whole(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::j
       }
       auto& group = param->group();
       if (group.context().whole_here()) {
-        group.context().touch(group);
+        group.context().touch(*param);
       } else if (!readable_outside(group)) {
         refuse_alias(op, param);
       }
@@ -108,7 +108,7 @@ void run_whole(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::j
     auto& facade = static_cast<FacadeTag&>(*tag);
     auto& param = *facade.param;
     auto& context = param.group().context();
-    if (context.whole_here()) context.touch(param.group());
+    if (context.whole_here()) context.touch(param);
     const at::Tensor& leaf = param.leaf();
     if (leaf.requires_grad() != tensor.requires_grad()) leaf.set_requires_grad(tensor.requires_grad());
     substituted.push_back({&param, tensor, written});
