@@ -4,8 +4,8 @@
 #include <unordered_map>
 #include <unordered_set>
 
-#include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/core/Tensor.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <fsdp/error.h>
@@ -94,7 +94,7 @@ Rule find_rule(const OperatorHandle& op) {
   if (name.rfind("aten::_foreach_", 0) == 0 || name.rfind("aten::_fused_adam", 0) == 0 ||
       name.rfind("aten::_fused_sgd", 0) == 0 || name.rfind("aten::_fused_adagrad", 0) == 0) {
     return name.find("_foreach_norm") != name.npos || name.find("_foreach_max") != name.npos ? Rule::kRefused
-                                                                                            : Rule::kElementwise;
+                                                                                             : Rule::kElementwise;
   }
   return Rule::kRefused;
 }
@@ -214,6 +214,15 @@ void run_elementwise(const OperatorHandle& op, Stack* stack) {
     return lead.size() == 1 ? lead.begin()->second : nullptr;
   };
 
+  // What is written becomes sharded first: an ordinary tensor may be an input of the same operator too.
+  map_tensors(stack, count, [&](at::Tensor& tensor, int argument, int k) {
+    const auto* alias = schema.arguments()[static_cast<size_t>(argument)].alias_info();
+    const auto* with = lead_of(k);
+    if (!with || !alias || !alias->isWrite() || facade_of(tensor)) return false;
+    if (tensor.dim() > 0 || with->spec->sizes.empty()) adopt(op, *with, tensor);
+    return false;
+  });
+
   std::vector<std::pair<const c10::TensorImpl*, at::Tensor>> facades;  // local impl -> what the caller passed
   map_tensors(stack, count, [&](at::Tensor& tensor, int argument, int k) {
     if (!facade_of(tensor)) {
@@ -221,14 +230,10 @@ void run_elementwise(const OperatorHandle& op, Stack* stack) {
       if (!with || tensor.dim() == 0) {
         if (!with || with->spec->sizes.size() > 0 || tensor.numel() != 1) return false;
       }
-      const auto* alias = schema.arguments()[static_cast<size_t>(argument)].alias_info();
-      if (!(alias && alias->isWrite())) {
-        auto part = part_of(op, *with, tensor);
-        if (part.unsafeGetTensorImpl() == tensor.unsafeGetTensorImpl()) return false;
-        tensor = std::move(part);
-        return true;
-      }
-      adopt(op, *with, tensor);
+      auto part = part_of(op, *with, tensor);
+      if (part.unsafeGetTensorImpl() == tensor.unsafeGetTensorImpl()) return false;
+      tensor = std::move(part);
+      return true;
     }
     const auto& local = facade_of(tensor)->local;
     facades.emplace_back(local.unsafeGetTensorImpl(), tensor);
@@ -311,7 +316,8 @@ void run_convert(const OperatorHandle& op, Stack* stack) {
     return;
   }
   if (recorded) refuse(op, *tag, "convert the module before fully_shard");
-  if (result.device() != local.device()) refuse(op, *tag, "it lies on the mesh's device; move the module before fully_shard");
+  if (result.device() != local.device())
+    refuse(op, *tag, "it lies on the mesh's device; move the module before fully_shard");
   stack->back() = make_facade(spec, std::move(result));
 }
 
@@ -374,8 +380,8 @@ void run_shape(const OperatorHandle& op, Stack* stack) {
       fits = fits || (local_begin >= 0 && at == end);
     }
     if (!fits) refuse(op, *tag, "a slice of it must cover whole parameters");
-    return done(make_facade(spec.with_sizes({end - begin}, pieces, true),
-                            tag->local.narrow(0, local_begin, local_size)));
+    return done(
+        make_facade(spec.with_sizes({end - begin}, pieces, true), tag->local.narrow(0, local_begin, local_size)));
   }
 
   std::vector<int64_t> sizes;
