@@ -19,12 +19,12 @@ namespace fsdp {
 /// Which dtypes a group computes and communicates in. Unset fields keep the parameter's own dtype.
 struct MixedPrecisionPolicy {
   /// Parameters are gathered and used in this dtype; shards and optimizer state keep their own.
-  std::optional<at::ScalarType> param_dtype;
+  std::optional<at::ScalarType> param_dtype{};
   /// Gradients are accumulated and reduced in this dtype; unset: param_dtype, else the parameter's own. The gradient
   /// that the optimizer sees always has the parameter's own dtype.
-  std::optional<at::ScalarType> reduce_dtype;
+  std::optional<at::ScalarType> reduce_dtype{};
   /// Floating-point outputs of a call through the handle are cast to this dtype.
-  std::optional<at::ScalarType> output_dtype;
+  std::optional<at::ScalarType> output_dtype{};
   /// Cast floating-point inputs of a call through the handle to param_dtype.
   bool cast_forward_inputs = true;
 };
