@@ -110,29 +110,27 @@ TEST(BadInputThreads, AMeshLargerThanTheWorld) {
   expect_every_rank_says(errors_of(2, [](int) { init_device_mesh(at::kCPU, {2, 2}, {"a", "b"}); }), {"4", "2"});
 }
 
+struct PlacedImpl : torch::nn::Module {
+  explicit PlacedImpl(at::Device device) {
+    first = register_parameter("first", at::ones({4}));
+    second = register_parameter("second", at::ones({4}, device));
+  }
+  at::Tensor first, second;
+};
+
 TEST(BadInputThreads, ParametersOnAnotherDevice) {
-  expect_every_rank_says(errors_of(2,
-                                   [](int) {
-                                     Stack net;
-                                     net->to(at::Device(at::kMeta));
-                                     fully_shard(net);
-                                   }),
-                         {"'blocks.0.weight'", "meta", "cpu"});
+  const auto shard = [](at::DeviceType device) { fully_shard(std::make_shared<PlacedImpl>(device)); };
+  expect_every_rank_says(errors_of(2, [&](int) { shard(at::kMeta); }), {"'second'", "meta", "cpu"});
   // One rank alone: the other hears whose.
-  const auto errors = errors_of(2, [](int rank) {
-    Linear net(4, 4);
-    if (rank == 1) net->to(at::Device(at::kMeta));
-    fully_shard(net);
-  });
-  expect_every_rank_says(errors, {"'weight'", "meta"});
+  const auto errors = errors_of(2, [&](int rank) { shard(rank == 1 ? at::kMeta : at::kCPU); });
+  expect_every_rank_says(errors, {"'second'", "meta"});
   EXPECT_NE(errors[0].find("rank 1"), std::string::npos) << errors[0];
 }
 
 // Nothing is changed by a fully_shard that is refused: the model trains plain, and can be sharded rightly after.
 TEST(BadInputThreads, ARefusalChangesNothing) {
   run_ranks(2, [](int rank) {
-    Linear net(4, 4);
-    const auto before = net->weight.detach().clone();
+    auto net = ones_linear(4, 4);
     EXPECT_NE(error_of([&] { fully_shard({net.ptr(), net.ptr()}); }), "");
     EXPECT_NE(error_of([&] { fully_shard(net, {.mp_policy = {.param_dtype = rank ? at::kHalf : at::kBFloat16}}); }),
               "");
@@ -141,7 +139,7 @@ TEST(BadInputThreads, ARefusalChangesNothing) {
     net->zero_grad();
     auto model = fully_shard(net);
     model(at::ones({1, 4})).sum().backward();
-    EXPECT_TRUE(at::equal(whole(net->weight), before));
+    EXPECT_TRUE(at::equal(whole(net->weight), at::ones({4, 4})));
   });
 }
 

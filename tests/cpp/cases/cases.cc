@@ -58,6 +58,8 @@ void expect_every_rank_says(const std::vector<std::string>& errors, const std::v
 std::string error_of(const std::function<void()>& body) {
   try {
     body();
+  } catch (const c10::Error& error) {
+    return error.what_without_backtrace();
   } catch (const std::exception& error) {
     return error.what();
   }
