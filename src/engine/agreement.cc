@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
-#include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/core/Tensor.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/InferenceMode.h>
 

@@ -32,8 +32,7 @@ void tag_tensor(const at::Tensor& tensor, c10::intrusive_ptr<c10::BackendMeta> m
   impl->set_backend_meta(std::move(meta));
 }
 
-ShardedParam::ShardedParam(ParamGroup* group, std::string name, const at::Tensor& original,
-                           at::ScalarType gather_dtype)
+ShardedParam::ShardedParam(ParamGroup* group, std::string name, const at::Tensor& original, at::ScalarType gather_dtype)
     : group_(group), name_(std::move(name)), sizes_(original.sizes().vec()), dtype_(original.scalar_type()) {
   rows_ = sizes_.empty() ? 1 : sizes_[0];
   row_numel_ = rows_ == 0 ? 0 : original.numel() / rows_;
@@ -62,9 +61,7 @@ void ShardedParam::sync_requires_grad() {
   if (leaf_.requires_grad() != wanted) leaf_.set_requires_grad(wanted);
 }
 
-bool ShardedParam::wants_gradient() const {
-  return accumulator_ && (leaf_.requires_grad() || slot_->requires_grad());
-}
+bool ShardedParam::wants_gradient() const { return accumulator_ && (leaf_.requires_grad() || slot_->requires_grad()); }
 
 size_t ShardedParam::leaf_nbytes() const { return static_cast<size_t>(numel()) * leaf_.element_size(); }
 
