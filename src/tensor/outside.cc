@@ -81,6 +81,16 @@ bool ends_with(std::string_view name, std::string_view end) {
   return name.size() >= end.size() && name.substr(name.size() - end.size()) == end;
 }
 
+/// Tagged so, or the in-place form of an operator that is: those are often left untagged.
+bool is_pointwise(const OperatorHandle& op) {
+  if (op.hasTag(at::Tag::pointwise)) return true;
+  auto name = op.operator_name();
+  if (!ends_with(name.name, "_")) return false;
+  name.name.pop_back();
+  const auto out_of_place = c10::Dispatcher::singleton().findSchema(name);
+  return out_of_place && out_of_place->hasTag(at::Tag::pointwise);
+}
+
 Rule find_rule(const OperatorHandle& op) {
   const std::string_view name = op.schema().name();
   if (reduces_to_scalar(op)) return Rule::kReduce;
@@ -90,7 +100,7 @@ Rule find_rule(const OperatorHandle& op) {
     return ends_with(name, "_") || ends_with(name, "_like") ? Rule::kRandom : Rule::kRefused;
   }
   if (ends_with(name, "_like")) return Rule::kElementwise;
-  if (op.hasTag(at::Tag::pointwise)) return Rule::kElementwise;
+  if (is_pointwise(op)) return Rule::kElementwise;
   if (name.rfind("aten::_foreach_", 0) == 0 || name.rfind("aten::_fused_adam", 0) == 0 ||
       name.rfind("aten::_fused_sgd", 0) == 0 || name.rfind("aten::_fused_adagrad", 0) == 0) {
     return name.find("_foreach_norm") != name.npos || name.find("_foreach_max") != name.npos ? Rule::kRefused
@@ -148,6 +158,22 @@ void check_grad_mode(const OperatorHandle& op, const Stack& stack, size_t count,
   });
 }
 
+/// This rank's part of an ordinary tensor of the whole's sizes.
+at::Tensor rows_here(const Spec& spec, const at::Tensor& whole) {
+  if (!spec.flat) {
+    const auto rows = spec.rows(spec.pieces[0]);
+    return (whole.dim() == 0 ? whole.reshape({1}) : whole).narrow(0, rows.begin, rows.size());
+  }
+  std::vector<at::Tensor> parts;
+  int64_t base = 0;
+  for (const auto& piece : spec.pieces) {
+    const auto rows = spec.rows(piece);
+    parts.push_back(whole.narrow(0, base + rows.begin * piece.row_numel, rows.size() * piece.row_numel));
+    base += piece.rows * piece.row_numel;
+  }
+  return parts.size() == 1 ? parts[0] : at::cat(parts);
+}
+
 /// This rank's part of an ordinary tensor that meets a sharded one: rows where its dim 0 is the sharded dim, itself
 /// where it broadcasts over the rows.
 at::Tensor part_of(const OperatorHandle& op, const FacadeTag& tag, const at::Tensor& plain) {
@@ -159,18 +185,7 @@ at::Tensor part_of(const OperatorHandle& op, const FacadeTag& tag, const at::Ten
     if (plain.size(0) == 1) return plain;
     refuse(op, tag, "the other operand's dim 0 does not fit");
   }
-  if (!spec.flat) {
-    const auto rows = spec.rows(spec.pieces[0]);
-    return plain.narrow(0, rows.begin, rows.size());
-  }
-  std::vector<at::Tensor> parts;
-  int64_t base = 0;
-  for (const auto& piece : spec.pieces) {
-    const auto rows = spec.rows(piece);
-    parts.push_back(plain.narrow(0, base + rows.begin * piece.row_numel, rows.size() * piece.row_numel));
-    base += piece.rows * piece.row_numel;
-  }
-  return parts.size() == 1 ? parts[0] : at::cat(parts);
+  return rows_here(spec, plain);
 }
 
 /// An ordinary tensor that an operator over shards writes (an optimizer's state or an average made before sharding):
@@ -182,12 +197,7 @@ void adopt(const OperatorHandle& op, const FacadeTag& tag, const at::Tensor& pla
   if (plain.is_view() || plain.storage().use_count() > 1) {
     refuse(op, tag, "it would be written into an ordinary tensor that shares its memory with others; clone that first");
   }
-  auto local = part_of(op, tag, plain.dim() == 0 ? plain.detach().reshape({1}) : plain.detach());
-  if (plain.dim() == 0) {
-    const auto rows = tag.spec->rows(tag.spec->pieces[0]);
-    local = local.narrow(0, rows.begin, rows.size());
-  }
-  become_facade(plain, tag.spec, local.clone());
+  become_facade(plain, tag.spec, rows_here(*tag.spec, plain.detach()).clone());
 }
 
 void run_elementwise(const OperatorHandle& op, Stack* stack) {
@@ -271,12 +281,7 @@ void run_random(const OperatorHandle& op, Stack* stack) {
   (*stack)[stack->size() - count] = whole;
   op.callBoxed(stack);
   whole = stack->back().toTensor();
-  const FacadeTag probe(spec, tag->local, nullptr);
-  auto part = part_of(op, probe, whole.dim() == 0 ? whole.reshape({1}) : whole);
-  if (whole.dim() == 0) {
-    const auto rows = spec->rows(spec->pieces[0]);
-    part = part.narrow(0, rows.begin, rows.size());
-  }
+  const auto part = rows_here(*spec, whole);
   if (in_place) {
     at::NoGradGuard no_grad;
     tag->local.copy_(part);
