@@ -200,6 +200,29 @@ TEST_P(ModelsThreads, FreezingAndThawing) {
   }
 }
 
+// Parts called through their own handles, not from within the root's forward: each call is a forward of its own.
+TEST_P(ModelsThreads, HandlesCalledApart) {
+  run_twins(ranks(), mlp({6, 9, 7, 4}, 2 * ranks()), Grouping::kChildren, [](Twin& twin, int) {
+    for (int step = 0; step < 4; ++step) {
+      twin.zero_grad();
+      const auto before = twin.context().stats();
+      auto y = twin.samples_here(twin.the_case().batch);
+      for (size_t i = 0; i < 3; ++i) {
+        y = call(as_mlp(twin.net()).layers[i], i == 0 ? y : at::tanh(y));
+      }
+      const auto plain = twin.plain_loss(), sharded = y.pow(2).mean();
+      twin.expect_equal_losses(plain, sharded);
+      plain.backward();
+      sharded.backward();
+      twin.expect_equal_gradients();
+      twin.optimizer_step();
+      EXPECT_EQ(twin.context().stats().gathers - before.gathers, 5);  // 3, and again but for the first layer's
+      EXPECT_EQ(twin.context().stats().reduces - before.reduces, 3);
+    }
+    twin.expect_equal_parameters();
+  });
+}
+
 FSDP_ON_RANKS(ModelsThreads, 1, 2, 3, 5);
 
 }  // namespace

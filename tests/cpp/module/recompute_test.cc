@@ -1,5 +1,5 @@
 // Activation checkpointing by hand: a custom Function that runs its part again in backward, with a backward inside the
-// backward (re-entrant) or with autograd::grad.
+// backward (re-entrant).
 #include "nets.h"
 
 namespace fsdp::testing {
@@ -88,7 +88,6 @@ TEST_P(RecomputeThreads, ReducesOnceWhenSteady) {
   });
 }
 
-// A part that is called through its handle inside, as a checkpointed block would be.
 TEST_P(RecomputeThreads, AcrossAccumulation) {
   run_twins(ranks(), net(true), Grouping::kChildren, [](Twin& twin, int) {
     for (int step = 0; step < 3; ++step) {
