@@ -6,8 +6,7 @@
 
 namespace fsdp::comm {
 
-void copy_elements(const at::Tensor& dst, int64_t dst_begin, const at::Tensor& src, int64_t src_begin,
-                   int64_t length) {
+void copy_elements(const at::Tensor& dst, int64_t dst_begin, const at::Tensor& src, int64_t src_begin, int64_t length) {
   if (length == 0) {
     return;
   }

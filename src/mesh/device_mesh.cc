@@ -34,8 +34,7 @@ void check_shape(const std::vector<int64_t>& shape, const std::vector<std::strin
   }
   if (product != world.size()) {
     throw InvalidArgument(c10::str(who, "the shape {", c10::Join(", ", shape), "} is of ", product,
-                                   " ranks, but the world has ", world.size(),
-                                   "; the product must be the world size"));
+                                   " ranks, but the world has ", world.size(), "; the product must be the world size"));
   }
   if (names.size() != shape.size()) {
     throw InvalidArgument(
@@ -43,8 +42,7 @@ void check_shape(const std::vector<int64_t>& shape, const std::vector<std::strin
   }
   const std::set<std::string> distinct(names.begin(), names.end());
   if (distinct.size() != names.size() || distinct.count("")) {
-    throw InvalidArgument(
-        c10::str(who, "the axis names {", c10::Join(", ", names), "} must differ and not be empty"));
+    throw InvalidArgument(c10::str(who, "the axis names {", c10::Join(", ", names), "} must differ and not be empty"));
   }
 }
 
@@ -58,9 +56,7 @@ const std::vector<std::string>& DeviceMesh::names() const { return checked(state
 int64_t DeviceMesh::coordinate(int64_t axis) const { return checked(state_).coordinate(axis); }
 const std::vector<int>& DeviceMesh::ranks() const { return checked(state_).ranks(); }
 
-DeviceMesh DeviceMesh::operator[](const std::string& name) const {
-  return (*this)[std::vector<std::string>{name}];
-}
+DeviceMesh DeviceMesh::operator[](const std::string& name) const { return (*this)[std::vector<std::string>{name}]; }
 
 DeviceMesh DeviceMesh::operator[](const std::vector<std::string>& names) const {
   return names == this->names() ? *this : DeviceMesh(state_->submesh(names));
@@ -74,9 +70,8 @@ bool DeviceMesh::operator==(const DeviceMesh& other) const {
   if (state_ == other.state_) {
     return true;
   }
-  return state_ && other.state_ && state_->world() == other.state_->world() &&
-         device_type() == other.device_type() && shape() == other.shape() && names() == other.names() &&
-         ranks() == other.ranks();
+  return state_ && other.state_ && state_->world() == other.state_->world() && device_type() == other.device_type() &&
+         shape() == other.shape() && names() == other.names() && ranks() == other.ranks();
 }
 
 std::ostream& operator<<(std::ostream& out, const DeviceMesh& mesh) {

@@ -57,8 +57,8 @@ c10::intrusive_ptr<c10d::Store> connect(const mesh::Launch& launch, std::chrono:
   options.multiTenant = true;
   const comm::Origin origin{"start-up", c10::str(launch.address, ":", launch.port), launch.rank, launch.world_size,
                             timeout};
-  auto store = comm::translating_errors(
-      origin, "joining the store", [&] { return c10::make_intrusive<c10d::TCPStore>(launch.address, options); });
+  auto store = comm::translating_errors(origin, "joining the store",
+                                        [&] { return c10::make_intrusive<c10d::TCPStore>(launch.address, options); });
   return c10::make_intrusive<c10d::PrefixStore>(c10::str("libfsdp/", joined++), std::move(store));
 }
 
@@ -83,21 +83,21 @@ void leave(const mesh::World& world) {
 
 void init_process_group(const InitOptions& options) {
   if (initialized.exchange(true)) {
-    throw InvalidArgument("init_process_group: this process has joined a group already; call destroy_process_group first");
+    throw InvalidArgument(
+        "init_process_group: this process has joined a group already; call destroy_process_group first");
   }
   try {
     const auto engine = options.engine.empty() ? std::string("gloo") : options.engine;
     const auto known = comm::engines();
     if (std::find(known.begin(), known.end(), engine) == known.end()) {
-      throw NotSupported(c10::str("init_process_group: there is no engine '", engine,
-                                  "'; this build has: ", c10::Join(", ", known)));
+      throw NotSupported(
+          c10::str("init_process_group: there is no engine '", engine, "'; this build has: ", c10::Join(", ", known)));
     }
     const auto launch = resolve(options, engine);
     const bool needs_store = engine != "fake" && launch.world_size > 1;
     auto store = needs_store ? connect(launch, options.timeout) : nullptr;
-    mesh::World::set_process_world(std::make_shared<mesh::World>(engine, std::move(store), launch.rank,
-                                                                 launch.world_size, launch.local_rank,
-                                                                 options.timeout));
+    mesh::World::set_process_world(std::make_shared<mesh::World>(
+        engine, std::move(store), launch.rank, launch.world_size, launch.local_rank, options.timeout));
   } catch (...) {
     initialized = false;
     throw;

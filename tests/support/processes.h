@@ -44,7 +44,7 @@ bool run_body_if_rank(int& exit_code);
 }  // namespace fsdp::testing
 
 /// Defines what run_processes(n, "name") runs on each rank: FSDP_PROCESS_BODY(name) { fsdp::init_process_group(); ... }
-#define FSDP_PROCESS_BODY(name)                                                       \
-  static void fsdp_process_body_##name();                                             \
+#define FSDP_PROCESS_BODY(name)                                                                    \
+  static void fsdp_process_body_##name();                                                          \
   static const ::fsdp::testing::ProcessBody fsdp_register_##name(#name, fsdp_process_body_##name); \
   static void fsdp_process_body_##name()

@@ -5,14 +5,17 @@
 
 namespace fsdp::comm {
 
-// Why all-to-all. Medians in ms, 2 ranks, one kernel thread a rank, on 2 busy cores (torch 2.13); "own" are Gloo's
-// _allgather_base and _reduce_scatter_base as c10d runs them, "messages" one send and one receive a pair of ranks:
-//                            own         messages    exchange
-//   all-gather      1 MB      1.7 - 3.3   3.8 - 4.3   1.4 - 1.6
-//   reduce-scatter  4 KB      0.2 - 0.9   2.1 - 3.9   0.1 - 0.9
-//   reduce-scatter  1 MB      3.7 - 5.4   1.8 - 3.5   1.5 - 1.9
-// Messages also kept the issuing thread busy for 0.9 - 1.6 ms at 1 MB, writing to the sockets itself; an exchange is
-// issued in 0.2 ms and runs on Gloo's threads.
+// Why all-to-all. Medians in ms of 2 ranks on 2 cores that were busy with other work besides (torch 2.13). "own":
+// _allgather_base and _reduce_scatter_base as c10d runs them on Gloo; "messages": a send and a receive a pair of ranks.
+//                               own           messages      exchange
+//   all-gather      4 KB a rank   0.28 - 0.39   3.6 - 3.8     0.22 - 0.30
+//   all-gather      256 KB        0.80 - 1.09   -             0.44 - 0.55
+//   all-gather      64 MB         391           300           174
+//   reduce-scatter  4 KB          0.16 - 2.1    1.8 - 3.9     0.09 - 0.9
+//   reduce-scatter  1 MB          3.7 - 5.4     1.8 - 4.0     1.5 - 1.9
+//   reduce-scatter  64 MB         467           220           124
+// Messages also kept the issuing thread busy, writing to the sockets itself, for half of that time at 64 MB; an
+// exchange runs on Gloo's threads.
 std::shared_ptr<Channel> open_gloo(const Rendezvous& rendezvous) {
   auto options = c10d::ProcessGroupGloo::Options::create(rendezvous.timeout);
   options->devices.push_back(c10d::ProcessGroupGloo::createDefaultDevice());

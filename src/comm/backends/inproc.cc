@@ -8,9 +8,9 @@
 
 #include <ATen/Functions.h>
 #include <c10/util/StringUtil.h>
+#include <torch/csrc/distributed/c10d/exception.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
-#include <torch/csrc/distributed/c10d/exception.h>
 
 #include "comm/backend_channel.h"
 #include "comm/backends/backends.h"
@@ -178,9 +178,9 @@ class Hub {
     for (size_t peer = 0; peer < meeting.calls.size() && !meeting.done; ++peer) {
       const auto& other = meeting.calls[peer];
       if (other && !other->matches(call)) {
-        fail<c10::DistBackendError>(meeting, c10::str("the ranks disagree on collective number ", number, ": rank ",
-                                                      peer, " calls ", other->describe(), ", rank ", rank, " calls ",
-                                                      call.describe()));
+        fail<c10::DistBackendError>(
+            meeting, c10::str("the ranks disagree on collective number ", number, ": rank ", peer, " calls ",
+                              other->describe(), ", rank ", rank, " calls ", call.describe()));
       }
     }
     check_left(meeting, rank);
@@ -267,8 +267,8 @@ class InprocBackend final : public c10d::Backend {
   }
   c10::intrusive_ptr<c10d::Work> broadcast(std::vector<at::Tensor>& tensors,
                                            const c10d::BroadcastOptions& options) override {
-    return issue({c10d::OpType::BROADCAST, "broadcast", tensors.at(0), tensors.at(0), c10d::ReduceOp::SUM,
-                  options.rootRank});
+    return issue(
+        {c10d::OpType::BROADCAST, "broadcast", tensors.at(0), tensors.at(0), c10d::ReduceOp::SUM, options.rootRank});
   }
 
  private:

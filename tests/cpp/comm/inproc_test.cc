@@ -64,8 +64,8 @@ TEST(InprocErrorThreads, DifferentOperationsAreAnErrorOnEveryRank) {
   run_ranks(3, [](int rank) {
     const auto channel = open_world_channel();
     const auto small = at::ones({2}), large = at::ones({6});
-    const auto what = error_of(*(rank == 0 ? channel->all_reduce(small, ReduceOp::kSum)
-                                           : channel->all_gather_even(large, small)));
+    const auto what =
+        error_of(*(rank == 0 ? channel->all_reduce(small, ReduceOp::kSum) : channel->all_gather_even(large, small)));
     EXPECT_NE(what.find("rank 0 calls all_reduce(2 x Float"), std::string::npos) << what;
     EXPECT_NE(what.find("calls all_gather(2 x Float"), std::string::npos) << what;
     EXPECT_NE(what.find("inproc channel 'test', rank " + std::to_string(rank) + " of 3"), std::string::npos) << what;

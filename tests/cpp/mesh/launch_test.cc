@@ -16,7 +16,8 @@ std::string refusal(const Environment& environment) {
 }
 
 ::testing::AssertionResult names(const std::string& text, const std::string& variable) {
-  return text.rfind(variable, 0) == 0 ? ::testing::AssertionSuccess() : ::testing::AssertionFailure() << '"' << text << '"';
+  return text.rfind(variable, 0) == 0 ? ::testing::AssertionSuccess()
+                                      : ::testing::AssertionFailure() << '"' << text << '"';
 }
 
 TEST(Launch, NothingWithoutALauncher) {
