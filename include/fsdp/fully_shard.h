@@ -200,7 +200,8 @@ template <class M>
 class FSDPModule : public FSDPModuleBase {
  public:
   using Impl = typename module::impl_of<M>::type;
-  FSDPModule(M m, std::shared_ptr<module::ModuleState> state) : FSDPModuleBase(std::move(state)), module_(std::move(m)) {}
+  FSDPModule(M m, std::shared_ptr<module::ModuleState> state)
+      : FSDPModuleBase(std::move(state)), module_(std::move(m)) {}
 
   /// Runs the module's forward with its parameters gathered group by group as they are used. A forward that is not
   /// called through a handle is refused, with the name of the parameter that it touched first.

@@ -136,15 +136,15 @@ std::shared_ptr<ModuleState> make_state(std::vector<std::shared_ptr<torch::nn::M
   for (const auto& param : group.params()) {
     const auto original = std::find_if(plan.params.begin(), plan.params.end(),
                                        [&](const auto& named) { return named.name == param->name(); });
-    tensor::become_parameter(original->tensor,
-                             tensor::Spec::of_parameter(param->name(), options.mesh, param->sizes()),
+    tensor::become_parameter(original->tensor, tensor::Spec::of_parameter(param->name(), options.mesh, param->sizes()),
                              std::shared_ptr<engine::ShardedParam>(state, param.get()));
   }
   auto groups = plan.inner;
   groups.insert(groups.begin(), &group);
   arrange(plan.visits, groups, group);
   for (auto* each : groups) {
-    each->flags().reshard_after_forward = ModuleState::of(*each).options().reshard_after_forward.value_or(each != &group);
+    each->flags().reshard_after_forward =
+        ModuleState::of(*each).options().reshard_after_forward.value_or(each != &group);
   }
   engine::Context::create(groups, options.mesh);
   return state;

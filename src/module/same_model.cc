@@ -4,8 +4,8 @@
 #include <cstring>
 #include <sstream>
 
-#include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
@@ -82,9 +82,8 @@ void require_same_on_all_ranks(const DeviceMesh& mesh, const std::string& subjec
     size_t i = 0;
     while (i < first.size() && i < other.size() && first[i] == other[i]) ++i;
     if (i == first.size() && i == other.size()) continue;
-    throw InvalidArgument("libfsdp: rank " + std::to_string(rank) + ": " + subject +
-                          " finds different models: rank " + std::to_string(mesh.ranks()[0]) + " has " +
-                          or_nothing(first, i) + " where rank " +
+    throw InvalidArgument("libfsdp: rank " + std::to_string(rank) + ": " + subject + " finds different models: rank " +
+                          std::to_string(mesh.ranks()[0]) + " has " + or_nothing(first, i) + " where rank " +
                           std::to_string(mesh.ranks()[static_cast<size_t>(r)]) + " has " + or_nothing(other, i) +
                           ". Build the same model on every rank (names, shapes, dtypes and options)");
   }

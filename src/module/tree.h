@@ -29,7 +29,6 @@ std::vector<engine::ParamGroup*> groups_in(const std::vector<Visit>& visits);
 bool stands_for(engine::ParamGroup& group, const torch::nn::Module* module);
 
 /// Sets parents and names of all groups from the outermost group's walk. `groups` includes the outermost, `top`.
-void arrange(const std::vector<Visit>& visits, const std::vector<engine::ParamGroup*>& groups,
-             engine::ParamGroup& top);
+void arrange(const std::vector<Visit>& visits, const std::vector<engine::ParamGroup*>& groups, engine::ParamGroup& top);
 
 }  // namespace fsdp::module

@@ -3,8 +3,8 @@
 #include <cmath>
 #include <map>
 
-#include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/core/Tensor.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/zeros.h>
 #include <fsdp/error.h>

@@ -4,8 +4,8 @@
 #include <sstream>
 
 #include <ATen/core/Formatting.h>
-#include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <fsdp/error.h>

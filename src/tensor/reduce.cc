@@ -4,8 +4,8 @@
 #include <limits>
 #include <string_view>
 
-#include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/core/Tensor.h>
 #include <ATen/ops/dot.h>
 #include <ATen/ops/equal.h>
 #include <ATen/ops/full.h>
@@ -117,8 +117,8 @@ void run_reduction(const c10::OperatorHandle& op, Stack* stack) {
     result = all_reduce(spec, at::sum(local, dtype_at(1)), ReduceOp::kSum).div(self.numel());
   } else if (name == "aten::max" || name == "aten::min") {
     const bool maximum = name == "aten::max";
-    result = all_reduce(spec, extreme(local, maximum), maximum ? ReduceOp::kMax : ReduceOp::kMin)
-                 .to(local.scalar_type());
+    result =
+        all_reduce(spec, extreme(local, maximum), maximum ? ReduceOp::kMax : ReduceOp::kMin).to(local.scalar_type());
   } else if (name == "aten::any" || name == "aten::all") {
     const bool any = name == "aten::any";
     result = all_reduce(spec, any ? local.any() : local.all(), any ? ReduceOp::kMax : ReduceOp::kMin);

@@ -27,8 +27,7 @@ struct Spec {
   bool flat = false;
   std::vector<Placement> placements;  // one a mesh axis
 
-  static std::shared_ptr<const Spec> of_parameter(std::string name, const DeviceMesh& mesh,
-                                                  std::vector<int64_t> sizes);
+  static std::shared_ptr<const Spec> of_parameter(std::string name, const DeviceMesh& mesh, std::vector<int64_t> sizes);
   std::shared_ptr<const Spec> with_sizes(std::vector<int64_t> new_sizes, std::vector<Piece> new_pieces,
                                          bool is_flat) const;
 

@@ -1,8 +1,8 @@
 #pragma once
 #include <optional>
 
-#include <ATen/core/List.h>
 #include <ATen/core/ivalue.h>
+#include <ATen/core/List.h>
 #include <ATen/core/stack.h>
 
 namespace fsdp::tensor {
