@@ -151,4 +151,12 @@ void set_generator_state(const at::Tensor& state) {
   generator.set_state(state);
 }
 
+std::vector<LocalTensor> specs_of(const std::vector<HeldTensor>& held) {
+  std::vector<LocalTensor> specs;
+  for (const auto& tensor : held) {
+    specs.push_back(tensor.spec);
+  }
+  return specs;
+}
+
 }  // namespace fsdp::checkpoint

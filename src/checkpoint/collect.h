@@ -34,6 +34,9 @@ ModelTensors collect_model(const torch::nn::Module& model);
 /// Rows of `tensor` under `name`. NotSupported if safetensors has no such dtype.
 HeldTensor hold(std::string name, const at::Tensor& tensor);
 
+/// Their descriptions alone, in order.
+std::vector<LocalTensor> specs_of(const std::vector<HeldTensor>& held);
+
 /// The FQN of an optimizer's parameter. InvalidArgument if it is not the model's.
 const std::string& name_of(const at::Tensor& parameter, const ModelTensors& model);
 

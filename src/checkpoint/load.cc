@@ -261,14 +261,6 @@ at::Tensor prepare_generator(const Index& index, int rank, std::vector<HeldTenso
   return state;
 }
 
-std::vector<LocalTensor> specs_of(const std::vector<HeldTensor>& held) {
-  std::vector<LocalTensor> specs;
-  for (const auto& tensor : held) {
-    specs.push_back(tensor.spec);
-  }
-  return specs;
-}
-
 }  // namespace
 
 LoadInfo load(const torch::nn::Module& model, torch::optim::Optimizer* optimizer, const std::string& path,

@@ -31,14 +31,6 @@ struct Written {
   }
 };
 
-std::vector<LocalTensor> specs_of(const std::vector<HeldTensor>& held) {
-  std::vector<LocalTensor> specs;
-  for (const auto& tensor : held) {
-    specs.push_back(tensor.spec);
-  }
-  return specs;
-}
-
 Plan plan_from(const std::vector<std::string>& texts) {
   std::vector<std::vector<LocalTensor>> by_rank;
   for (const auto& text : texts) {

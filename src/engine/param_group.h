@@ -108,7 +108,6 @@ class ParamGroup {
   void finish_reduce(const uint8_t* used);
   /// Blocks until the oldest reduction's input may be freed.
   void wait_oldest_input();
-  size_t reductions_in_flight() const { return reductions_.size(); }
   /// The next forward that records gradients starts anew.
   void forget_touches();
   /// A backward ended: what arrived is what the next one expects.

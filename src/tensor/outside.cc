@@ -2,7 +2,6 @@
 
 #include <string_view>
 #include <unordered_map>
-#include <unordered_set>
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/core/Tensor.h>
