@@ -400,6 +400,8 @@ void Context::touch(ShardedParam& param) {
   touch_slow(group, task);
 }
 
+void Context::need(ParamGroup& group) { touch_slow(group, graph_task()); }
+
 void Context::touch_slow(ParamGroup& group, int task) {
   if (phase_ == Phase::kFailed) refuse_failed();
   try {
