@@ -53,8 +53,9 @@ class FSDP_API DeviceMesh {
 FSDP_API std::ostream& operator<<(std::ostream& out, const DeviceMesh& mesh);
 
 /// Arranges the world's ranks as `shape` (for example {2, 4}) with one name an axis. Collective: every rank of the
-/// world calls it with the same arguments. InvalidArgument if the product of `shape` is not the world size, if a
-/// name repeats, or if counts differ. Names default to "dim_0", "dim_1", ...
+/// world calls it with the same arguments. InvalidArgument, on every rank, if the product of `shape` is not the world
+/// size, if a name repeats, if counts differ, or if ranks bring different arguments. Names default to "dim_0", "dim_1",
+/// ... Costs one small all-reduce.
 FSDP_API DeviceMesh init_device_mesh(c10::DeviceType device, std::vector<int64_t> shape,
                                      std::vector<std::string> names = {});
 

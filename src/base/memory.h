@@ -17,4 +17,40 @@ inline void copy_bytes(void* to, const void* from, int64_t nbytes, c10::Device d
   at::from_blob(to, {nbytes}, options).copy_(at::from_blob(const_cast<void*>(from), {nbytes}, options), true);
 }
 
+namespace detail {
+
+template <int64_t kBytes>
+void copy_small_blocks(char* to, int64_t to_stride, const char* from, int64_t from_stride, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) std::memcpy(to + i * to_stride, from + i * from_stride, kBytes);
+}
+
+}  // namespace detail
+
+/// `count` blocks of `nbytes`, the i-th from `from` + i * from_stride to `to` + i * to_stride (strides in bytes). On
+/// the CPU, blocks of up to 64 bytes cost a load and a store each, not a call.
+inline void copy_blocks(void* to, int64_t to_stride, const void* from, int64_t from_stride, int64_t nbytes,
+                        int64_t count, c10::Device device) {
+  auto* out = static_cast<char*>(to);
+  const auto* in = static_cast<const char*>(from);
+  if (count > 1 && device.is_cpu()) {
+    switch (nbytes) {
+      case 2:
+        return detail::copy_small_blocks<2>(out, to_stride, in, from_stride, count);
+      case 4:
+        return detail::copy_small_blocks<4>(out, to_stride, in, from_stride, count);
+      case 8:
+        return detail::copy_small_blocks<8>(out, to_stride, in, from_stride, count);
+      case 16:
+        return detail::copy_small_blocks<16>(out, to_stride, in, from_stride, count);
+      case 32:
+        return detail::copy_small_blocks<32>(out, to_stride, in, from_stride, count);
+      case 64:
+        return detail::copy_small_blocks<64>(out, to_stride, in, from_stride, count);
+      default:
+        break;
+    }
+  }
+  for (int64_t i = 0; i < count; ++i) copy_bytes(out + i * to_stride, in + i * from_stride, nbytes, device);
+}
+
 }  // namespace fsdp::base

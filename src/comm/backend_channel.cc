@@ -1,5 +1,9 @@
 #include "comm/backend_channel.h"
 
+#include <algorithm>
+#include <chrono>
+#include <thread>
+
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
@@ -46,6 +50,20 @@ class WorkPending final : public Pending {
     works_.clear();
     finish_ = nullptr;
     tensors_.clear();
+  }
+
+  bool wait_for(std::chrono::milliseconds limit) override {
+    // Work::wait(timeout) cannot say this: a timeout there is an error, and fails the collective on some backends.
+    const auto until = std::chrono::steady_clock::now() + limit;
+    for (const auto& work : works_) {
+      for (auto pause = std::chrono::microseconds(10); !work->isCompleted();
+           pause = std::min(pause * 2, std::chrono::microseconds(100))) {
+        if (std::chrono::steady_clock::now() >= until) return false;
+        std::this_thread::sleep_for(pause);
+      }
+    }
+    wait();
+    return true;
   }
 
  private:

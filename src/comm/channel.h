@@ -26,6 +26,9 @@ class Pending {
   /// what the collective left to do on the caller's thread (unpadding). Throws CommError or TimeoutError. Calling
   /// it again is a no-op.
   virtual void wait() = 0;
+  /// As wait(), but for `limit` at most. False: the result is not there yet, nothing changed, and either may be called
+  /// again. Costs up to a tenth of a millisecond more than wait().
+  virtual bool wait_for(std::chrono::milliseconds limit) = 0;
 };
 
 /// One ordered lane of collectives among a fixed set of ranks: what rank A issues as its n-th call, every other rank

@@ -5,6 +5,7 @@
 #include <fsdp/error.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include "base/sigpipe.h"
 #include "comm/backends/backends.h"
 #include "comm/channel.h"
 #include "comm/origin.h"
@@ -59,6 +60,7 @@ std::shared_ptr<Channel> open_channel(const std::string& engine, const Rendezvou
     return std::make_shared<SoloChannel>(rendezvous.name, 0, 1);
   }
   const Origin origin{engine, rendezvous.name, rendezvous.rank, rendezvous.size, rendezvous.timeout};
+  const base::BlockedSigpipe blocked;  // in the engine's threads for good
   return translating_errors(origin, "opening the channel", [&] { return factory(rendezvous); });
 }
 

@@ -20,6 +20,8 @@ namespace {
 
 int graph_task() { return torch::autograd::get_current_graph_task_id(); }
 
+constexpr std::chrono::milliseconds kLeastPatience(100);
+
 void mix(uint64_t& hash, uint64_t value) { hash = (hash ^ value) * 0x9E3779B97F4A7C15ull + (hash >> 29); }
 
 }  // namespace
@@ -40,6 +42,7 @@ std::shared_ptr<Context> Context::create(const std::vector<ParamGroup*>& groups,
   auto context = std::make_shared<Context>(mesh);
   auto& self = *context;
   self.rank_ = mesh.state()->world()->rank();
+  self.patience_ = std::max<std::chrono::milliseconds>(mesh.state()->world()->timeout() / 60, kLeastPatience);
   for (auto* group : groups) {
     if (group->context_) {
       auto& old = *group->context_;
@@ -64,8 +67,8 @@ std::shared_ptr<Context> Context::create(const std::vector<ParamGroup*>& groups,
     self.param_count_ += group->params().size();
     self.groups_.push_back(group);
   }
-  // Flags of an exchange: used (a parameter), touched or issued (a group), late (a group).
-  self.flag_count_ = self.param_count_ + 2 * self.groups_.size();
+  // Flags of an exchange: used (a parameter), touched or issued (a group), late (a group), slow (a group).
+  self.flag_count_ = self.param_count_ + 3 * self.groups_.size();
   self.used_.assign(self.param_count_, 0);
   self.agreement_ = std::make_unique<Agreement>(mesh.state()->flat_channel(mesh::Lane::kGather), self.flag_count_);
   self.note_config_change();
@@ -288,7 +291,7 @@ void Context::reset() {
     group->drop_gradients();
     auto& place = group->place;
     group->forget_touches();
-    place.issued = place.late = place.pinned = false;
+    place.issued = place.late = place.slow = place.pinned = false;
   }
   std::fill(used_.begin(), used_.end(), 0);
   open_.clear();
@@ -506,6 +509,8 @@ void Context::ensure_backward(int task) {
     if (group && touched != group->place.touched) bounded_ = false;
     if (group && touched && group->flags().sync_gradients && group->has_members()) to_reduce_.push_back(group);
   }
+  // Where gradients were missing to the end last time (an output that the loss does not use), others must not wait.
+  std::stable_partition(to_reduce_.begin(), to_reduce_.end(), [](const auto* group) { return !group->place.slow; });
   backward_since_forward_ = true;
 
   auto token = std::make_shared<BackwardToken>(weak_from_this());
@@ -559,9 +564,10 @@ void Context::issue_ready_reductions() {
 }
 
 void Context::limit_reductions() {
-  // One reduction in flight beside the group whose gradients arrive. While it waits, this rank answers no questions: a
-  // rank that needs another one's gather first would wait forever. So only where all ranks do the same.
-  if (bounded_ && !reducing_.empty()) reducing_.back()->wait_oldest_input();
+  // One reduction in flight beside the group whose gradients arrive. While it waits, this rank issues no gathers and
+  // answers no questions: a rank that got no gradients for this group (it cut the group off from its loss) and needs a
+  // gather first would wait forever. So only where all ranks do the same as far as is known, and not for long.
+  if (bounded_ && !reducing_.empty()) bounded_ = reducing_.back()->wait_inputs(patience_);
 }
 
 void Context::issue_reduce(ParamGroup& group) {
@@ -579,16 +585,20 @@ void Context::finish_backward() {
     ahead_.clear();
 
     auto flags = no_flags();
-    const size_t groups_at = param_count_, late_at = param_count_ + groups_.size();
+    const size_t groups_at = param_count_, late_at = groups_at + groups_.size(), slow_at = late_at + groups_.size();
     for (auto* group : groups_) {
       if (!group || !group->flags().sync_gradients) continue;
       const auto first = static_cast<size_t>(group->place.first_param), n = group->params().size();
       std::copy_n(used_.begin() + static_cast<int64_t>(first), n, flags.begin() + static_cast<int64_t>(first));
       flags[groups_at + static_cast<size_t>(group->place.id)] = group->place.issued;
       flags[late_at + static_cast<size_t>(group->place.id)] = group->place.late;
+      flags[slow_at + static_cast<size_t>(group->place.id)] = !ready_to_reduce(*group);
     }
     if (!meet({Step::kBackwardEnd}, flags)) throw InvariantError("libfsdp: tickets without keys differ");
     bounded_ = true;  // from here on all ranks issue the same
+    for (auto* group : groups_) {
+      if (group) group->place.slow = flags[slow_at + static_cast<size_t>(group->place.id)];
+    }
 
     const auto anywhere = [&](const ParamGroup& group) {
       const auto* used = flags.data() + group.place.first_param;

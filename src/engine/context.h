@@ -1,4 +1,5 @@
 #pragma once
+#include <chrono>
 #include <cstdint>
 #include <deque>
 #include <memory>
@@ -145,8 +146,9 @@ class Context : public std::enable_shared_from_this<Context> {
   std::vector<int> order_;              // groups by their first gather ever: the same on all ranks
   std::vector<ParamGroup*> to_reduce_;  // still to be issued in this backward, in the agreed order
   size_t next_reduce_ = 0;
-  bool bounded_ = true;                // this backward waits for a reduction before it issues the next
-  std::vector<ParamGroup*> reducing_;  // issued, in order, not finished
+  bool bounded_ = true;                    // this backward waits for a reduction before it issues the next
+  std::chrono::milliseconds patience_{0};  // how long it waits for one that other ranks may not have issued
+  std::vector<ParamGroup*> reducing_;      // issued, in order, not finished
   std::weak_ptr<BackwardToken> backward_;
 
   std::vector<Event> events_;

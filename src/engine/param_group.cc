@@ -14,6 +14,7 @@
 
 #include "base/memory.h"
 #include "engine/context.h"
+#include "engine/run_views.h"
 #include "mesh/mesh_state.h"
 
 namespace fsdp::engine {
@@ -25,6 +26,8 @@ int64_t width(at::ScalarType type) { return static_cast<int64_t>(c10::elementSiz
 struct PlainTensors {
   at::AutoDispatchBelowADInplaceOrView below;
 };
+
+using Run = shard::FlatLayout::Run;
 
 std::string with_group(const std::string& what, const std::string& group, const char* act) {
   return what + " (while waiting for the " + act + " of group '" + group + "')";
@@ -164,8 +167,9 @@ void ParamGroup::finish_gather() {
     auto& param = *params_[i];
     param.allocate_leaf();
     char* to = static_cast<char*>(param.leaf_.unsafeGetTensorImpl()->unsafe_storage().mutable_data());
-    gather_layout_->for_each_piece(
-        i, [&](int64_t flat_at, int64_t at, int64_t n) { base::copy_bytes(to + at, from + flat_at, n, device_); });
+    gather_layout_->for_each_run(i, [&](const Run& run) {
+      base::copy_blocks(to + run.at, run.length, from + run.flat, run.flat_stride, run.length, run.count, device_);
+    });
   }
   note_param_bytes(unsharded_bytes());
   if (world_ > 1) note_param_bytes(-static_cast<int64_t>(gathered_.nbytes()));
@@ -248,9 +252,8 @@ void ParamGroup::update_membership() {
     if (!param.held_) continue;
     auto& bucket = *buckets_[param.bucket_];
     held[i] = at::empty({param.numel()}, bucket.input.options());
-    bucket.layout->for_each_piece(param.bucket_index_, [&](int64_t flat_at, int64_t at, int64_t n) {
-      held[i].narrow(0, at, n).copy_(bucket.input.narrow(0, flat_at, n));
-    });
+    bucket.layout->for_each_run(
+        param.bucket_index_, [&](const Run& run) { run_in_array(held[i], run).copy_(run_in_flat(bucket.input, run)); });
   }
   for (auto& bucket : buckets_) {
     if (bucket->input.defined()) note_gradient_bytes(-static_cast<int64_t>(bucket->input.nbytes()));
@@ -299,15 +302,15 @@ void ParamGroup::store_gradient(ShardedParam& param, at::Tensor gradient) {
   if (param.held_) {
     PlainTensors plain;
     const auto flat = gradient.view({-1});
-    bucket.layout->for_each_piece(param.bucket_index_, [&](int64_t flat_at, int64_t at, int64_t n) {
-      bucket.input.narrow(0, flat_at, n).add_(flat.narrow(0, at, n));
-    });
+    bucket.layout->for_each_run(param.bucket_index_,
+                                [&](const Run& run) { run_in_flat(bucket.input, run).add_(run_in_array(flat, run)); });
   } else {
     const int64_t bytes = width(bucket.dtype);
     char* to = static_cast<char*>(bucket.input.data_ptr());
     const char* from = static_cast<const char*>(gradient.const_data_ptr());
-    bucket.layout->for_each_piece(param.bucket_index_, [&](int64_t flat_at, int64_t at, int64_t n) {
-      base::copy_bytes(to + flat_at * bytes, from + at * bytes, n * bytes, device_);
+    bucket.layout->for_each_run(param.bucket_index_, [&](const Run& run) {
+      base::copy_blocks(to + run.flat * bytes, run.flat_stride * bytes, from + run.at * bytes, run.length * bytes,
+                        run.length * bytes, run.count, device_);
     });
   }
   param.held_ = true;
@@ -338,9 +341,8 @@ void ParamGroup::begin_reduce() {
     } else {
       for (auto* param : bucket->params) {
         if (param->held_) continue;
-        bucket->layout->for_each_piece(param->bucket_index_, [&](int64_t flat_at, int64_t, int64_t n) {
-          bucket->input.narrow(0, flat_at, n).zero_();
-        });
+        bucket->layout->for_each_run(param->bucket_index_,
+                                     [&](const Run& run) { run_in_flat(bucket->input, run).zero_(); });
       }
     }
     // fp16 overflows in the sum: half of the division comes before it (finish_reduce does the rest).
@@ -358,14 +360,24 @@ void ParamGroup::begin_reduce() {
   for (auto& param : params_) param->held_ = false;
 }
 
-void ParamGroup::wait_oldest_input() {
+bool ParamGroup::wait_inputs(std::chrono::milliseconds limit) {
+  const auto until = std::chrono::steady_clock::now() + limit;
   for (auto& reduction : reductions_) {
-    if (!reduction.input.defined()) continue;
-    if (reduction.pending) naming_group(name_, "reduce-scatter", [&] { reduction.pending->wait(); });
-    note_gradient_bytes(-static_cast<int64_t>(reduction.input.nbytes()));
-    reduction.pending.reset();
-    reduction.input.reset();
+    if (reduction.pending) {
+      const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(until - std::chrono::steady_clock::now());
+      bool done = false;
+      naming_group(name_, "reduce-scatter", [&] { done = reduction.pending->wait_for(left); });
+      if (!done) return false;
+    }
+    free_input(reduction);
   }
+  return true;
+}
+
+void ParamGroup::free_input(Reduction& reduction) {
+  if (reduction.input.defined()) note_gradient_bytes(-static_cast<int64_t>(reduction.input.nbytes()));
+  reduction.pending.reset();
+  reduction.input.reset();
 }
 
 void ParamGroup::average(Bucket& bucket, at::Tensor& output) {
@@ -397,10 +409,11 @@ at::Tensor ParamGroup::rows_of(const Bucket& bucket, size_t i, const at::Tensor&
 void ParamGroup::finish_reduce(const uint8_t* used) {
   at::NoGradGuard no_grad;
   c10::InferenceMode normal(false);
-  wait_oldest_input();
   while (!reductions_.empty()) {
     auto reduction = std::move(reductions_.front());
     reductions_.pop_front();
+    if (reduction.pending) naming_group(name_, "reduce-scatter", [&] { reduction.pending->wait(); });
+    free_input(reduction);
     auto& bucket = *reduction.bucket;
     {
       PlainTensors plain;
@@ -442,7 +455,7 @@ void ParamGroup::drop_gradients() {
         // The iteration is being given up; what is lost here was reported when it was waited for.
       }
     }
-    if (reduction.input.defined()) note_gradient_bytes(-static_cast<int64_t>(reduction.input.nbytes()));
+    free_input(reduction);
   }
   reductions_.clear();
   for (auto& bucket : buckets_) {

@@ -1,4 +1,5 @@
 #pragma once
+#include <chrono>
 #include <deque>
 #include <memory>
 #include <optional>
@@ -106,8 +107,8 @@ class ParamGroup {
   void begin_reduce();
   /// The oldest reduction: waits, averages, and hands gradients to the parameters for which used[i] is set.
   void finish_reduce(const uint8_t* used);
-  /// Blocks until the oldest reduction's input may be freed.
-  void wait_oldest_input();
+  /// Blocks until the inputs of all reductions are freed, for `limit` at most; false: some are still being read.
+  bool wait_inputs(std::chrono::milliseconds limit);
   /// The next forward that records gradients starts anew.
   void forget_touches();
   /// A backward ended: what arrived is what the next one expects.
@@ -122,6 +123,7 @@ class ParamGroup {
     bool touched = false;  // used by a forward that recorded gradients
     bool issued = false;   // reduced in this backward
     bool late = false;     // a gradient came after that
+    bool slow = false;     // the last backward ended with gradients of it missing on some rank; equal on all ranks
     bool pinned = false;   // unshard() was called
     std::vector<ParamGroup*> forward_prefetch, backward_prefetch;
     bool explicit_forward_prefetch = false, explicit_backward_prefetch = false;
@@ -144,6 +146,7 @@ class ParamGroup {
     at::Tensor input, output;
     std::unique_ptr<comm::Pending> pending;
   };
+  void free_input(Reduction& reduction);
   void note_param_bytes(int64_t n);
   void note_gradient_bytes(int64_t n);
   at::Tensor gather_input() const;

@@ -3,10 +3,12 @@
 #include <numeric>
 #include <ostream>
 #include <set>
+#include <sstream>
 
 #include <c10/util/StringUtil.h>
 #include <fsdp/error.h>
 
+#include "mesh/compare_texts.h"
 #include "mesh/mesh_state.h"
 #include "mesh/world.h"
 
@@ -20,29 +22,47 @@ mesh::MeshState& checked(const std::shared_ptr<mesh::MeshState>& state) {
   return *state;
 }
 
-void check_shape(const std::vector<int64_t>& shape, const std::vector<std::string>& names, const mesh::World& world) {
-  const auto who = c10::str("init_device_mesh on rank ", world.rank(), ": ");
+/// What is wrong with the arguments, "" if nothing is.
+std::string problem_with(const std::vector<int64_t>& shape, const std::vector<std::string>& names, int world_size) {
   if (shape.empty()) {
-    throw InvalidArgument(who + "the shape is empty; give one size an axis, for example {world_size()}");
+    return "the shape is empty; give one size an axis, for example {world_size()}";
   }
   int64_t product = 1;
   for (const auto size : shape) {
     if (size < 1) {
-      throw InvalidArgument(c10::str(who, "the shape {", c10::Join(", ", shape), "} has a size below 1"));
+      return c10::str("the shape {", c10::Join(", ", shape), "} has a size below 1");
     }
     product *= size;
   }
-  if (product != world.size()) {
-    throw InvalidArgument(c10::str(who, "the shape {", c10::Join(", ", shape), "} is of ", product,
-                                   " ranks, but the world has ", world.size(), "; the product must be the world size"));
+  if (product != world_size) {
+    return c10::str("the shape {", c10::Join(", ", shape), "} is of ", product, " ranks, but the world has ",
+                    world_size, "; the product must be the world size");
   }
   if (names.size() != shape.size()) {
-    throw InvalidArgument(
-        c10::str(who, "there are ", names.size(), " names for ", shape.size(), " axes; give one name an axis"));
+    return c10::str("there are ", names.size(), " names for ", shape.size(), " axes; give one name an axis");
   }
   const std::set<std::string> distinct(names.begin(), names.end());
   if (distinct.size() != names.size() || distinct.count("")) {
-    throw InvalidArgument(c10::str(who, "the axis names {", c10::Join(", ", names), "} must differ and not be empty"));
+    return c10::str("the axis names {", c10::Join(", ", names), "} must differ and not be empty");
+  }
+  return "";
+}
+
+void check_on_all_ranks(mesh::World& world, const std::string& arguments, const std::string& problem) {
+  const auto who = c10::str("init_device_mesh on rank ", world.rank(), ": ");
+  const auto texts = world.size() == 1 ? std::vector<std::string>()
+                                       : mesh::compare_texts(world.channel(), arguments, !problem.empty());
+  if (!problem.empty()) {
+    throw InvalidArgument(who + problem);
+  }
+  for (size_t rank = 0; rank < texts.size(); ++rank) {
+    if (texts[rank] != arguments) {
+      throw InvalidArgument(c10::str(who, "rank ", rank, " asks for ", texts[rank], ", this rank for ", arguments,
+                                     "; every rank must make the same meshes in the same order"));
+    }
+  }
+  if (!texts.empty()) {
+    throw InvalidArgument(c10::str(who, "another rank cannot make this mesh; its own error says why"));
   }
 }
 
@@ -92,9 +112,13 @@ DeviceMesh init_device_mesh(c10::DeviceType device, std::vector<int64_t> shape, 
       names.push_back(c10::str("dim_", axis));
     }
   }
-  check_shape(shape, names, *world);
+  const auto problem = problem_with(shape, names, world->size());
   std::vector<int> ranks(world->size());
   std::iota(ranks.begin(), ranks.end(), 0);
+  std::ostringstream arguments;
+  arguments << "(" << c10::DeviceTypeName(device, /*lower_case=*/true) << ", {" << c10::Join(", ", shape) << "}, {"
+            << c10::Join(", ", names) << "})";
+  check_on_all_ranks(*world, arguments.str(), problem);
   return DeviceMesh(
       std::make_shared<mesh::MeshState>(world, device, std::move(shape), std::move(names), std::move(ranks)));
 }

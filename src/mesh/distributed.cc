@@ -10,6 +10,7 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
+#include "base/sigpipe.h"
 #include "comm/channel.h"
 #include "comm/origin.h"
 #include "mesh/launch.h"
@@ -57,6 +58,7 @@ c10::intrusive_ptr<c10d::Store> connect(const mesh::Launch& launch, std::chrono:
   options.multiTenant = true;
   const comm::Origin origin{"start-up", c10::str(launch.address, ":", launch.port), launch.rank, launch.world_size,
                             timeout};
+  const base::BlockedSigpipe blocked;  // in the store's threads for good
   auto store = comm::translating_errors(origin, "joining the store",
                                         [&] { return c10::make_intrusive<c10d::TCPStore>(launch.address, options); });
   return c10::make_intrusive<c10d::PrefixStore>(c10::str("libfsdp/", joined++), std::move(store));

@@ -34,20 +34,39 @@ class FlatLayout {
   int64_t local_offset(size_t i, int64_t rank) const;
   int64_t local_length(size_t i, int64_t rank) const;
 
-  /// Calls fn(flat offset, offset within the array, length), in units, for each non-empty piece of array `i`.
+  /// Pieces of one array, one of each of `count` consecutive ranks, equally long and equally far apart: the p-th lies
+  /// at flat + p * flat_stride in the buffer and at at + p * length within the array.
+  struct Run {
+    int64_t flat, flat_stride;
+    int64_t at;
+    int64_t length, count;
+  };
+  /// Calls fn(run), in units, so that the runs together are array `i`. One run where segments are even.
   template <class Fn>
-  void for_each_piece(size_t i, Fn&& fn) const {
+  void for_each_run(size_t i, Fn&& fn) const {
     const Array& array = arrays_[i];
-    if (array.rows == 0 || array.row_units == 0) return;
-    const int64_t chunk = chunk_rows_[i];
     const int64_t units = array.rows * array.row_units;
-    const int64_t step = chunk * array.row_units;
-    int64_t rank = 0;
-    for (int64_t begin = 0; begin < units; begin += step, ++rank) {
-      const int64_t length = std::min(step, units - begin);
-      const int64_t inner = segments_.even() ? full_offset_[i] : local_offset(i, rank);
-      fn(segments_.begin(rank) + inner, begin, length);
+    if (units == 0) return;
+    const int64_t step = chunk_rows_[i] * array.row_units;
+    if (segments_.even()) {
+      fn(Run{full_offset_[i], segments_.longest(), 0, step, world()});
+      return;
     }
+    Run run{local_offset(i, 0), 0, 0, std::min(step, units), 1};
+    int64_t rank = 1;
+    for (int64_t begin = step; begin < units; begin += step, ++rank) {
+      const int64_t flat = segments_.begin(rank) + local_offset(i, rank);
+      const int64_t length = std::min(step, units - begin);
+      const int64_t stride = flat - (run.flat + (run.count - 1) * run.flat_stride);
+      if (length != run.length || (run.count > 1 && stride != run.flat_stride)) {
+        fn(run);
+        run = {flat, 0, begin, length, 1};
+      } else {
+        run.flat_stride = stride;
+        ++run.count;
+      }
+    }
+    fn(run);
   }
 
  private:

@@ -10,6 +10,7 @@
 #include <ATen/ops/empty_like.h>
 #include <fsdp/error.h>
 
+#include "engine/run_views.h"
 #include "tensor/facade.h"
 
 namespace fsdp {
@@ -54,10 +55,11 @@ at::Tensor DTensor::full_tensor() const {
   auto out = at::empty_like(flat);
   int64_t base = 0;
   for (size_t i = 0; i < arrays.size(); ++i) {
-    layout.for_each_piece(i, [&](int64_t flat_at, int64_t at, int64_t n) {
-      out.narrow(0, base + at, n).copy_(flat.narrow(0, flat_at, n));
-    });
-    base += arrays[i].rows * arrays[i].row_units;
+    const int64_t units = arrays[i].rows * arrays[i].row_units;
+    const auto array = out.narrow(0, base, units);
+    layout.for_each_run(
+        i, [&](const auto& run) { engine::run_in_array(array, run).copy_(engine::run_in_flat(flat, run)); });
+    base += units;
   }
   return out.view(spec.sizes);
 }

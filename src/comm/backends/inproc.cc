@@ -164,6 +164,11 @@ class Hub {
     }
   }
 
+  bool is_done(const Meeting& meeting) {
+    std::lock_guard lock(mutex_);
+    return meeting.done;
+  }
+
   /// `rank` will issue nothing any more: whoever waits for it learns it now instead of at the timeout.
   void leave(int rank) {
     std::lock_guard lock(mutex_);
@@ -238,6 +243,7 @@ class InprocWork final : public c10d::Work {
     hub_->wait(*meeting_, timeout == kNoTimeout ? timeout_ : timeout);
     return true;
   }
+  bool isCompleted() override { return hub_->is_done(*meeting_); }
 
  private:
   std::shared_ptr<Hub> hub_;

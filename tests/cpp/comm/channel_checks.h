@@ -1,5 +1,6 @@
 #pragma once
 #include <algorithm>
+#include <chrono>
 #include <vector>
 
 #include <ATen/ATen.h>
@@ -91,6 +92,14 @@ inline void check_flight(Channel& channel) {
   expect_equal(gathered, at::arange(world).repeat_interleave(3), "all_gather_even in flight");
   expect_equal(sums, at::full({3}, world), "reduce_scatter in flight");
   expect_equal(abandoned, at::full({2}, world), "all_reduce that nobody waited for");
+
+  const auto polled = at::ones({2});
+  auto third = channel.all_reduce(polled, ReduceOp::kSum);
+  while (!third->wait_for(std::chrono::milliseconds(1))) {
+  }
+  EXPECT_TRUE(third->wait_for(std::chrono::milliseconds(0)));
+  third->wait();
+  expect_equal(polled, at::full({2}, world), "all_reduce waited for a little at a time");
 }
 
 inline void check_channel(Channel& channel) {

@@ -107,6 +107,25 @@ TEST(InprocErrorThreads, AnAbsentRankIsATimeoutThatNamesIt) {
   run_ranks(2, body, std::chrono::milliseconds(200));
 }
 
+TEST(InprocErrorThreads, AShortWaitChangesNothing) {
+  Gate gate;
+  run_ranks(2, [&](int rank) {
+    const auto channel = open_world_channel();
+    const auto tensor = at::ones({2});
+    if (rank == 1) {
+      gate.pass();
+    }
+    const auto pending = channel->all_reduce(tensor, ReduceOp::kSum);
+    if (rank == 0) {
+      EXPECT_FALSE(pending->wait_for(std::chrono::milliseconds(0)));
+      EXPECT_FALSE(pending->wait_for(std::chrono::milliseconds(5)));
+      gate.open();
+    }
+    pending->wait();
+    EXPECT_EQ(tensor.sum().item<double>(), 4.0);
+  });
+}
+
 TEST(InprocErrorThreads, ARankThatThrowsFreesTheOthers) {
   try {
     run_ranks(3, [](int rank) {

@@ -72,6 +72,31 @@ TEST(DeviceMesh, UnknownAxesAreRefusedWithTheKnownOnes) {
   EXPECT_THROW(mesh.state()->axis_channel(-1, Lane::kGather), InvalidArgument);
 }
 
+TEST(DeviceMeshThreads, DifferentArgumentsAreAnErrorOnEveryRank) {
+  run_ranks(4, [](int rank) {
+    const auto make = [&](std::vector<int64_t> shape, std::vector<std::string> names) -> std::string {
+      try {
+        init_device_mesh(c10::kCPU, std::move(shape), std::move(names));
+        return "";
+      } catch (const InvalidArgument& error) {
+        return error.what();
+      }
+    };
+    const auto has = [](const std::string& what, const std::string& part) {
+      EXPECT_NE(what.find(part), std::string::npos) << part << " is not in: " << what;
+    };
+    auto what = rank == 2 ? make({2, 2}, {"a", "b"}) : make({4}, {"dp"});
+    has(what, "on rank " + std::to_string(rank));
+    has(what, "(cpu, {4}, {dp})");
+    has(what, "(cpu, {2, 2}, {a, b})");
+    what = make({4}, {rank == 0 ? "dp" : "tp"});
+    has(what, "{tp}");
+    what = rank == 3 ? make({3}, {"dp"}) : make({4}, {"dp"});
+    has(what, rank == 3 ? "of 3 ranks, but the world has 4" : "rank 3 asks for (cpu, {3}, {dp})");
+    EXPECT_EQ(make({4}, {"dp"}), "");  // and all go on
+  });
+}
+
 TEST(DeviceMeshThreads, OneAxis) {
   run_ranks(3, [](int r) {
     const auto mesh = init_device_mesh(c10::kCPU, {3}, {"dp"});

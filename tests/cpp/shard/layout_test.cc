@@ -76,9 +76,13 @@ void expect_layout(const std::vector<FlatLayout::Array>& arrays, int64_t world) 
 
   for (size_t i = 0; i < arrays.size(); ++i) {
     std::vector<int64_t> found(places[i].size(), -1);
-    layout.for_each_piece(i, [&](int64_t at_flat, int64_t at, int64_t n) {
-      ASSERT_GT(n, 0);
-      for (int64_t k = 0; k < n; ++k) found[static_cast<size_t>(at + k)] = at_flat + k;
+    layout.for_each_run(i, [&](const FlatLayout::Run& run) {
+      ASSERT_GT(run.length, 0);
+      for (int64_t p = 0; p < run.count; ++p) {
+        for (int64_t k = 0; k < run.length; ++k) {
+          found[static_cast<size_t>(run.at + p * run.length + k)] = run.flat + p * run.flat_stride + k;
+        }
+      }
     });
     EXPECT_EQ(found, places[i]) << "array " << i << " on " << world;
   }
@@ -121,8 +125,8 @@ TEST(FlatLayout, AWorldFarLargerThanTheData) {
   EXPECT_EQ(layout.segments().length(16), 4);
   EXPECT_EQ(layout.segments().length(17), 0);
   EXPECT_EQ(layout.segments().begin(kWorld - 1), layout.segments().total());
-  int pieces = 0;
-  layout.for_each_piece(0, [&](int64_t, int64_t, int64_t) { ++pieces; });
+  int64_t pieces = 0;
+  layout.for_each_run(0, [&](const FlatLayout::Run& run) { pieces += run.count; });
   EXPECT_EQ(pieces, 17);  // and not one a rank
 }
 
@@ -133,6 +137,9 @@ TEST(FlatLayout, AnEvenLargeWorld) {
   EXPECT_EQ(layout.segments().length(kWorld - 1), 7);
   EXPECT_EQ(layout.segments().begin(kWorld - 1), 7 * (kWorld - 1));
   EXPECT_EQ(layout.local_offset(1, kWorld - 1), 6);
+  int runs = 0;
+  layout.for_each_run(1, [&](const FlatLayout::Run&) { ++runs; });
+  EXPECT_EQ(runs, 1);
 }
 
 }  // namespace
