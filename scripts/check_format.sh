@@ -7,7 +7,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 tool=clang-format-14
 command -v $tool >/dev/null || { echo "format: $tool is missing; make setup installs it"; exit 1; }
 
-mapfile -d '' files < <(find include src tests examples bench -name '*.h' -print0 -o -name '*.cc' -print0 | sort -z)
+mapfile -d '' files < <(find include src python tests examples bench -name '*.h' -print0 -o -name '*.cc' -print0 | sort -z)
 if [[ ${1:-} == --fix ]]; then
   $tool -i "${files[@]}"
   echo "format: ${#files[@]} files"

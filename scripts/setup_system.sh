@@ -6,6 +6,7 @@ set -euo pipefail
 say() { echo "[setup] $*"; }
 has_command() { command -v "$1" >/dev/null; }
 has_header() { echo "#include <$1>" | g++ -E -x c++ - >/dev/null 2>&1; }
+has_python_header() { "${PYTHON:-python3}" -c 'import os, sysconfig as s; os.stat(s.get_path("include") + "/Python.h")' 2>/dev/null; }
 has_venv() { "${PYTHON:-python3}" -c 'import venv, ensurepip' 2>/dev/null; }
 
 # package, probe, what it is for
@@ -13,6 +14,7 @@ needs=(
   "build-essential    has_command g++                     the compiler"
   "python3            has_command ${PYTHON:-python3}      Python 3.11 or later"
   "python3-venv       has_venv -                          the virtual environment"
+  "python3-dev        has_python_header -                 the Python package"
   "nlohmann-json3-dev has_header nlohmann/json.hpp        JSON"
   "libcli11-dev       has_header CLI/CLI.hpp              the programs' arguments"
   "libgtest-dev       has_header gtest/gtest.h            the tests"

@@ -1,0 +1,272 @@
+"""fully_shard: looks at the modules, checks them, and makes their parameters one group of sharded ones."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, overload
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from . import _C, _stale_optimizers
+from ._mesh import check_mesh, default_mesh, engine_mesh
+from ._module import FSDPModule, sharded_class
+from ._state import FSDPState, state_of
+
+
+class _Found:
+    """A parameter to shard, and all the places where it is registered."""
+
+    def __init__(self, name: str, param: nn.Parameter):
+        self.name = name
+        self.param = param
+        self.places: list[tuple[nn.Module, str]] = []
+
+
+@overload
+def fully_shard(
+    module: nn.Module,
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
+) -> FSDPModule: ...
+
+
+@overload
+def fully_shard(
+    module: list[nn.Module],
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
+) -> list[FSDPModule]: ...
+
+
+def fully_shard(
+    module,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
+    offload_policy: OffloadPolicy = OffloadPolicy(),
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+):
+    """Shards the parameters of ``module`` (or of a list of modules, as one group) over the ranks of ``mesh``, in place, and
+    returns it. Collective. Apply it to the inner modules first: a call takes what no earlier call took.
+
+    Each parameter becomes a DTensor of the same global shape, ``(Shard(0),)`` or ``(Replicate(), Shard(0))``, of which
+    this rank holds its rows; it is whole while a forward of the module runs. Gradients and optimizer states are DTensors
+    alike. The module's class becomes a subclass of :class:`FSDPModule` and of its own.
+
+    Args:
+        module: any module that implements ``forward``.
+        mesh: of one axis (shard) or two (replicate, shard). Default: all ranks.
+        reshard_after_forward: whether to free the whole parameters between forward and backward. Default: for all but
+            the outermost module. An int that is neither 1 nor the size of the shard axis: NotImplementedError.
+        shard_placement_fn: NotImplementedError.
+        mp_policy: dtypes of the whole parameters, the reduction, and of what the forward gets and returns.
+        offload_policy: NotImplementedError for ``CPUOffloadPolicy``.
+        ignored_params: parameters that stay as they are.
+        dp_mesh_dims: NotImplementedError.
+
+    Raises:
+        ValueError: the modules differ between ranks, a parameter is a scalar or belongs to another group already, or an
+            argument is wrong.
+        AssertionError: applied twice to one module.
+    """
+    modules = _modules(module)
+    _refuse_what_is_missing(shard_placement_fn, offload_policy, dp_mesh_dims)
+    mesh = mesh if mesh is not None else default_mesh()
+    check_mesh(mesh)
+    reshard = _reshard_flag(reshard_after_forward, mesh)
+    device = _device(mesh)
+    ignored = ignored_params or set()
+
+    found = _find(modules, ignored)
+    _move(modules, ignored, found, device)
+    ranks = engine_mesh(mesh)
+    ranks.require_same(f"fully_shard of module '{type(modules[0]).__name__}'", _describe(found, mp_policy, reshard))
+    group = _C.Group(
+        [each.name for each in found],
+        [each.param for each in found],
+        ranks,
+        mp_policy.param_dtype,
+        mp_policy.reduce_dtype,
+    )
+    group.set_shared(len(modules) > 1)
+    for i, each in enumerate(found):
+        sharded = _sharded_parameter(each.param, group.shard(i), mesh)
+        group.place(i, sharded, [_place(*place) for place in each.places])
+        _stale_optimizers.mark(each.param, each.name)
+    state = FSDPState(modules, mesh, ranks, group, [each.places[0] for each in found], mp_policy, reshard)
+    state.attach()
+    for each in modules:
+        each.__class__ = sharded_class(each.__class__)
+    return module
+
+
+fully_shard.state = state_of
+
+
+# --- arguments --------------------------------------------------------------------------------------------------------
+
+
+def _modules(module: Any) -> list[nn.Module]:
+    modules = [module] if isinstance(module, nn.Module) else list(module)
+    if not modules:
+        raise ValueError("fully_shard needs at least one module, got an empty list")
+    for each in modules:
+        if not isinstance(each, nn.Module):
+            raise ValueError(f"fully_shard expects modules, got {type(each)}")
+        if isinstance(each, (nn.ModuleList, nn.ModuleDict)) and type(each).forward is nn.Module.forward:
+            raise ValueError(f"fully_shard does not support containers that do not implement forward: {each}")
+        if state_of(each) is not None:
+            raise AssertionError(f"fully_shard has already been applied to this module; apply it once to each:\n{each}")
+    if len({id(each) for each in modules}) < len(modules):
+        raise ValueError("fully_shard was given the same module twice; name each module once")
+    return modules
+
+
+def _refuse_what_is_missing(shard_placement_fn, offload_policy, dp_mesh_dims) -> None:
+    if shard_placement_fn is not None:
+        raise NotImplementedError("libfsdp does not have shard_placement_fn yet: parameters are sharded on dim 0")
+    if isinstance(offload_policy, CPUOffloadPolicy):
+        raise NotImplementedError("libfsdp does not have CPUOffloadPolicy yet")
+    if dp_mesh_dims is not None:
+        raise NotImplementedError("libfsdp does not have dp_mesh_dims yet: pass the data-parallel submesh as mesh")
+
+
+def _reshard_flag(value: bool | int | None, mesh: DeviceMesh) -> bool | None:
+    if value is None or isinstance(value, bool):
+        return value
+    if not isinstance(value, int):
+        raise ValueError(f"reshard_after_forward should be a bool or an int, got {value!r}")
+    size = mesh.size(mesh.ndim - 1)
+    if value < 1 or size % value != 0:
+        raise ValueError(f"reshard_after_forward as an int should be a factor of {size}, the size of the shard axis, got {value}")
+    if value == 1:
+        warnings.warn("reshard_after_forward=1 reshards to a world of 1, which is reshard_after_forward=False", stacklevel=3)
+        return False
+    if value == size:
+        return True
+    raise NotImplementedError(f"libfsdp does not reshard to a smaller world yet (reshard_after_forward={value})")
+
+
+def _device(mesh: DeviceMesh) -> torch.device:
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+
+
+# --- what there is to shard -------------------------------------------------------------------------------------------
+
+
+def _managed(modules: list[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """(path, module) of the modules whose parameters this call takes, each once: not those inside sharded ones."""
+    seen: set[nn.Module] = set()
+
+    def visit(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        if module in seen or state_of(module) is not None:
+            return
+        seen.add(module)
+        yield path, module
+        for name, child in module.named_children():
+            yield from visit(f"{path}.{name}" if path else name, child)
+
+    for i, top in enumerate(modules):
+        yield from visit("" if len(modules) == 1 else str(i), top)
+
+
+def _find(modules: list[nn.Module], ignored: set[nn.Parameter]) -> list[_Found]:
+    found: dict[nn.Parameter, _Found] = {}
+    for path, module in _managed(modules):
+        for name, param in module._parameters.items():
+            if param is None or param in ignored:
+                continue
+            if param not in found:
+                full = f"{path}.{name}" if path else name
+                _check_parameter(full, param)
+                found[param] = _Found(full, param)
+            found[param].places.append((module, name))
+    return list(found.values())
+
+
+def _check_parameter(name: str, param: nn.Parameter) -> None:
+    owner = _stale_optimizers.owner(param)
+    if owner is not None or (isinstance(param, DTensor) and getattr(param, "_libfsdp_sharded", False)):
+        raise ValueError(
+            f"parameter '{name}' was sharded already, as '{owner or name}' of another group: modules that share a parameter "
+            "must be in one group. Shard them together, fully_shard([a, b]), or through a common parent"
+        )
+    if isinstance(param, DTensor):
+        raise NotImplementedError(f"libfsdp does not shard DTensors of other meshes yet: parameter '{name}'")
+    if param.dim() == 0:
+        raise ValueError(f"fully_shard does not support scalar parameters: make '{name}' a 1-D tensor of one element")
+    if param.layout != torch.strided:
+        raise ValueError(f"fully_shard needs dense parameters; '{name}' is {param.layout}")
+
+
+def _move(modules: list[nn.Module], ignored: set[nn.Parameter], found: list[_Found], device: torch.device) -> None:
+    """To the mesh's device, as torch's does. What is on the meta device stays there."""
+    tensors = [each.param for each in found]
+    for _, module in _managed(modules):
+        tensors += [buffer for buffer in module._buffers.values() if buffer is not None]
+    for tensor in tensors:
+        if tensor.device != device and tensor.device.type != "meta":
+            tensor.data = tensor.to(device)
+
+
+def _describe(found: list[_Found], policy: MixedPrecisionPolicy, reshard: bool | None) -> list[str]:
+    """What must be the same on all ranks."""
+    lines = [
+        f"{each.name} {list(each.param.shape)} {each.param.dtype} {each.param.device.type}"
+        f"{'' if each.param.requires_grad else ' frozen'}{' tied' if len(each.places) > 1 else ''}"
+        for each in found
+    ]
+    return [*lines, f"{policy}", f"reshard_after_forward {reshard}"]
+
+
+# --- what becomes of it -----------------------------------------------------------------------------------------------
+
+
+def _sharded_parameter(param: nn.Parameter, local: torch.Tensor, mesh: DeviceMesh) -> nn.Parameter:
+    """A DTensor parameter over ``local`` in the place of ``param``, with its attributes, hooks and gradient."""
+    placements = (Shard(0),) if mesh.ndim == 1 else (Replicate(), Shard(0))
+    whole = torch.empty(param.shape, dtype=param.dtype, device="meta")
+    spec = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(whole.shape, whole.stride(), whole.dtype))
+    sharded = nn.Parameter(DTensor(local, spec, requires_grad=False), requires_grad=param.requires_grad)
+    sharded.__dict__.update(param.__dict__)
+    sharded._libfsdp_sharded = True
+    if param._backward_hooks:
+        sharded._backward_hooks = param._backward_hooks
+    if param._post_accumulate_grad_hooks:
+        sharded._post_accumulate_grad_hooks = param._post_accumulate_grad_hooks
+    if param.grad is not None:
+        axis = mesh.ndim - 1
+        chunks, mine = param.grad.chunk(mesh.size(axis)), mesh.get_local_rank(axis)
+        rows = chunks[mine].clone() if mine < len(chunks) else param.grad.new_empty(local.shape)
+        sharded.grad = DTensor(rows, spec, requires_grad=False)
+    return sharded
+
+
+def _place(module: nn.Module, name: str) -> tuple[dict, str, Any]:
+    # A class with a __setattr__ of its own keeps track of its parameters (an RNN): it must see every change.
+    follows = type(module).__setattr__ is not nn.Module.__setattr__
+    return module._parameters, name, weakref.ref(module) if follows else None

@@ -1,0 +1,218 @@
+"""What one call of fully_shard made, as Python holds it: the engine's group, the modules and the policy."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from . import _C
+from ._tensors import cast_floating
+
+#: In a module's __dict__.
+_KEY = "_libfsdp_state"
+
+
+def state_of(module: nn.Module) -> FSDPState | None:
+    return module.__dict__.get(_KEY)
+
+
+class Model:
+    """The states under one outermost sharded module. Read by torch's pipelining under torch's names."""
+
+    def __init__(self, states: list[FSDPState]):
+        self._states = [weakref.ref(state) for state in states]
+
+    @property
+    def all_states(self) -> list[FSDPState]:
+        """In module order, the outermost first."""
+        return [state for ref in self._states if (state := ref()) is not None]
+
+
+class FSDPState:
+    """The state that a sharded module carries (``fully_shard.state(module)``).
+
+    Modules hold it and it holds them weakly, so that a dropped model is freed at once.
+    """
+
+    def __init__(self, modules: list[nn.Module], mesh: DeviceMesh, engine_mesh: _C.Mesh, group: _C.Group,
+                 homes: list[tuple[nn.Module, str]], policy: MixedPrecisionPolicy, reshard_after_forward: bool | None):
+        self._modules = [weakref.ref(module) for module in modules]
+        self._homes = [(weakref.ref(module), name) for module, name in homes]  # of the parameters, in order
+        self.mesh = mesh
+        self._engine_mesh = engine_mesh
+        self.group = group
+        self.policy = policy
+        self._input_dtype = policy.param_dtype if policy.cast_forward_inputs else None
+        self._auto_reshard = reshard_after_forward is None
+        group.reshard_after_forward = reshard_after_forward is not False
+        self._state_ctx = Model([self])
+        self._ready = False  # arranged with the module that is outermost
+        self._prefetch: dict[bool, list[weakref.ref[FSDPState]]] = {}  # by whether it is for backward
+        self._post_optim_event: torch.Event | None = None
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        return [module for ref in self._modules if (module := ref()) is not None]
+
+    def attach(self) -> None:
+        """Puts the state and its hooks on the modules."""
+        for module in self.modules:
+            module.__dict__[_KEY] = self
+            module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
+            # Always: a forward that throws must tell the other ranks.
+            module.register_forward_hook(self.post_forward, always_call=True)
+            module.register_state_dict_pre_hook(self._before_state_dict)
+            module.register_load_state_dict_pre_hook(self._before_state_dict)
+            module.register_load_state_dict_post_hook(self._after_load)
+
+    # --- the order of groups ----------------------------------------------------------------------------------------
+
+    def arrange(self) -> None:
+        """Makes one model of all groups under this state's modules, with this one outermost. Collective.
+
+        Done when the outermost module first needs it, so that modules may be sharded and put together in any order
+        before. A module that ran by itself earlier joins.
+        """
+        states: list[FSDPState] = [self]
+        parents: dict[FSDPState, FSDPState | None] = {self: None}
+        paths: dict[nn.Module, str] = {}
+        for path, module, enclosing in self._walk():
+            paths.setdefault(module, path)
+            state = state_of(module)
+            if state is None or state is self:
+                continue
+            if state not in parents:
+                states.append(state)
+                parents[state] = enclosing
+            elif parents[state] is not enclosing:
+                parents[state] = self  # its modules lie in several groups: inside none of them but the outermost
+        for state in states:
+            state._name(paths)
+            if state._auto_reshard:
+                state.group.reshard_after_forward = state is not self
+        indices = {state: i for i, state in enumerate(states)}
+        order = [-1 if (parent := parents[state]) is None else indices[parent] for state in states]
+        _C.arrange([state.group for state in states], order, self._engine_mesh)
+        model = Model(states)
+        for state in states:
+            state._state_ctx = model
+            state._ready = True
+        for state in states:
+            state._apply_prefetch()
+
+    def _walk(self) -> Iterator[tuple[str, nn.Module, FSDPState]]:
+        """(path, module, the innermost state around it) of all modules at and below this state's."""
+        tops = self.modules
+
+        def visit(path: str, module: nn.Module, enclosing: FSDPState) -> Iterator[tuple[str, nn.Module, FSDPState]]:
+            yield path, module, enclosing
+            state = state_of(module)
+            for name, child in module.named_children():
+                yield from visit(f"{path}.{name}" if path else name, child, state or enclosing)
+
+        for i, top in enumerate(tops):
+            yield from visit("" if len(tops) == 1 else str(i), top, self)
+
+    def _name(self, paths: dict[nn.Module, str]) -> None:
+        def dotted(ref: weakref.ref[nn.Module], name: str) -> str:
+            path = paths.get(ref(), "?")
+            return f"{path}.{name}" if path else name
+
+        own = [paths.get(module, "?") for module in self.modules]
+        self.group.set_name(", ".join(own), [dotted(ref, name) for ref, name in self._homes])
+
+    def ready(self) -> _C.Group:
+        """The group, as part of a model."""
+        if not self._ready:
+            self.arrange()
+        return self.group
+
+    # --- forward ----------------------------------------------------------------------------------------------------
+
+    def pre_forward(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        if not self._ready:
+            self.arrange()
+        if self._post_optim_event is not None:
+            self._post_optim_event.synchronize()
+            self._post_optim_event = None
+        if self._input_dtype is not None:
+            args, kwargs = cast_floating(args, self._input_dtype), cast_floating(kwargs, self._input_dtype)
+        self.group.enter()
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, args: tuple, output: Any) -> Any:
+        if self.group.leave():
+            _add_note(f"libfsdp: in the forward of group '{self.group.name}'")
+            return output
+        if self.policy.output_dtype is not None:
+            output = cast_floating(output, self.policy.output_dtype)
+        return output
+
+    # --- settings ---------------------------------------------------------------------------------------------------
+
+    def set_reshard_after_forward(self, value: bool) -> None:
+        self._auto_reshard = False
+        self.group.reshard_after_forward = value
+
+    def set_prefetch(self, states: list[FSDPState], backward: bool) -> None:
+        self._prefetch[backward] = [weakref.ref(state) for state in states]
+        if self._ready:
+            self._apply_prefetch()
+
+    def _apply_prefetch(self) -> None:
+        for backward, refs in self._prefetch.items():
+            states = [state for ref in refs if (state := ref()) is not None]
+            for state in states:
+                if state._state_ctx is not self._state_ctx:
+                    raise ValueError(
+                        f"libfsdp: group '{state.group.name}' is not part of the same model as '{self.group.name}', so "
+                        "it cannot be prefetched by it"
+                    )
+            self.group.set_prefetch([state.group for state in states], backward)
+
+    # --- state dicts ------------------------------------------------------------------------------------------------
+
+    def _before_state_dict(self, *_: Any) -> None:
+        self.to_sharded()
+
+    def to_sharded(self) -> None:
+        """The modules show DTensors, unless a forward is under way."""
+        self.group.show_sharded()
+
+    def _after_load(self, *_: Any) -> None:
+        self.adopt()
+
+    def adopt(self) -> None:
+        """Takes over parameters that were replaced. Collective where their dtype or device changed."""
+        if self.group.adopt():
+            return
+        self.group.rebuild()
+        for state in self._state_ctx.all_states:
+            if state._ready:
+                state._apply_prefetch()
+
+    # --- what torch reads -------------------------------------------------------------------------------------------
+
+    @property
+    def _fsdp_param_groups(self) -> list[FSDPState]:
+        return [self] if len(self.group) else []
+
+    @property
+    def _fsdp_param_group(self) -> FSDPState | None:
+        return self if len(self.group) else None
+
+    def post_backward(self) -> None:
+        """Nothing: gradients are reduced when they are complete, and all of them by the end of a backward."""
+
+
+def _add_note(text: str) -> None:
+    error = sys.exc_info()[1]
+    if error is not None and not any(note.startswith("libfsdp: ") for note in getattr(error, "__notes__", ())):
+        error.add_note(text)

@@ -1,0 +1,116 @@
+#include <ATen/core/Tensor.h>
+
+#include "bindings.h"
+#include "group.h"
+
+namespace fsdp::python {
+namespace {
+
+using engine::GroupFlags;
+
+std::unique_ptr<Group> make_group(std::vector<std::string> names, std::vector<at::Tensor> params,
+                                  const DeviceMesh& mesh, std::optional<at::ScalarType> param_dtype,
+                                  std::optional<at::ScalarType> reduce_dtype) {
+  return std::make_unique<Group>(std::move(names), std::move(params), mesh,
+                                 engine::DtypePolicy{param_dtype, reduce_dtype});
+}
+
+void place(Group& group, size_t i, py::object user, const std::vector<std::tuple<py::dict, py::str, py::object>>& at) {
+  std::vector<Place> places;
+  for (const auto& [table, name, follower] : at) places.push_back({table, name, follower});
+  group.place(i, std::move(user), std::move(places));
+}
+
+/// A switch of the group that other ranks must have alike.
+template <auto Member>
+void bind_flag(py::class_<Group>& type, const char* name) {
+  type.def_property(
+      name, [](Group& group) { return group.engine().flags().*Member; },
+      [](Group& group, std::remove_reference_t<decltype(std::declval<GroupFlags>().*Member)> value) {
+        group.engine().flags().*Member = value;
+        if (group.engine().shared_context()) group.engine().context().note_config_change();
+      });
+}
+
+void set_prefetch(Group& group, const std::vector<Group*>& groups, bool backward) {
+  auto& place = group.engine().place;
+  auto& list = backward ? place.backward_prefetch : place.forward_prefetch;
+  list.clear();
+  for (auto* each : groups) list.push_back(&each->engine());
+  (backward ? place.explicit_backward_prefetch : place.explicit_forward_prefetch) = true;
+  group.engine().context().note_config_change();
+}
+
+py::dict stats(Group& group) {
+  const auto& stats = group.engine().context().stats();
+  py::dict out;
+  out["gathers"] = stats.gathers;
+  out["reduces"] = stats.reduces;
+  out["all_reduces"] = stats.all_reduces;
+  out["agreements"] = stats.agreements;
+  out["unsharded_param_bytes"] = stats.unsharded_params.now;
+  out["peak_unsharded_param_bytes"] = stats.unsharded_params.peak;
+  out["unsharded_gradient_bytes"] = stats.unsharded_gradients.now;
+  out["peak_unsharded_gradient_bytes"] = stats.unsharded_gradients.peak;
+  return out;
+}
+
+std::vector<std::tuple<std::string, std::string, std::string>> schedule(Group& group) {
+  std::vector<std::tuple<std::string, std::string, std::string>> lines;
+  for (const auto& event : group.engine().context().events()) {
+    const char* phase = event.phase == engine::Phase::kForward    ? "forward"
+                        : event.phase == engine::Phase::kBackward ? "backward"
+                                                                  : "between";
+    lines.emplace_back(phase, event.act, event.group);
+  }
+  return lines;
+}
+
+const char* gather_state(Group& group) {
+  switch (group.engine().state()) {
+    case engine::GatherState::kSharded:
+      return "sharded";
+    case engine::GatherState::kGathering:
+      return "gathering";
+    default:
+      return "unsharded";
+  }
+}
+
+}  // namespace
+
+void bind_group(py::module_& module) {
+  py::class_<Group> type(module, "Group", "What one call of fully_shard made.");
+  type.def(py::init(&make_group), py::arg("names"), py::arg("params"), py::arg("mesh"), py::arg("param_dtype"),
+           py::arg("reduce_dtype"), "Copies this rank's rows of `params`. Collective.")
+      .def("__len__", &Group::size)
+      .def("shard", &Group::shard, "This rank's rows of the i-th parameter; all share one buffer.")
+      .def("place", &place, py::arg("i"), py::arg("user"), py::arg("places"),
+           "Shows the i-th parameter as `user`, a DTensor parameter, at each (table, name, weak reference or None).")
+      .def("set_shared", &Group::set_shared)
+      .def("set_name", &Group::set_name, py::arg("name"), py::arg("params"))
+      .def_property_readonly("name", [](Group& group) { return group.engine().name(); })
+      .def_property_readonly("state", &gather_state, "'sharded', 'gathering' or 'unsharded'.")
+      .def_property_readonly("arranged", [](Group& group) { return bool(group.engine().shared_context()); })
+      .def("enter", &Group::enter)
+      .def("leave", &Group::leave)
+      .def("unshard", &Group::unshard, py::arg("wait"))
+      .def("reshard", &Group::reshard)
+      .def("reset", &Group::reset)
+      .def("show_sharded", &Group::show_sharded)
+      .def("adopt", &Group::adopt)
+      .def("rebuild", &Group::rebuild)
+      .def("set_prefetch", &set_prefetch, py::arg("groups"), py::arg("backward"))
+      .def_property_readonly("stats", &stats, "Bytes alive and collectives issued by the model of this group.")
+      .def_property_readonly("schedule", &schedule, "(phase, act, group) of the last iteration, in order of issue.");
+  bind_flag<&GroupFlags::reshard_after_forward>(type, "reshard_after_forward");
+  bind_flag<&GroupFlags::reshard_after_backward>(type, "reshard_after_backward");
+  bind_flag<&GroupFlags::sync_gradients>(type, "sync_gradients");
+  bind_flag<&GroupFlags::all_reduce_gradients>(type, "all_reduce_gradients");
+  bind_flag<&GroupFlags::divide_factor>(type, "divide_factor");
+  module.def(
+      "arrange", &arrange, py::arg("groups"), py::arg("parents"), py::arg("mesh"),
+      "Makes `groups` one model, in module order; the i-th is inside groups[parents[i]], -1 for none. Collective.");
+}
+
+}  // namespace fsdp::python

@@ -1,0 +1,256 @@
+#include "group.h"
+
+#include <algorithm>
+#include <utility>
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/zeros.h>
+#include <fsdp/error.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include "errors.h"
+
+namespace fsdp::python {
+namespace {
+
+template <class Fn>
+void without_gil(Fn&& fn) {
+  py::gil_scoped_release release;
+  fn();
+}
+
+}  // namespace
+
+Group::Group(std::vector<std::string> names, std::vector<at::Tensor> params, const DeviceMesh& mesh,
+             const engine::DtypePolicy& policy)
+    : names_(std::move(names)), policy_(policy) {
+  for (size_t i = 0; i < names_.size(); ++i) params_.push_back(std::make_unique<ShownParam>());
+  without_gil([&] { group_ = make_engine(params, mesh); });
+  attach();
+}
+
+Group::~Group() {
+  // Gathers that nobody wanted are waited for here.
+  without_gil([&] { group_.reset(); });
+}
+
+std::unique_ptr<engine::ParamGroup> Group::make_engine(const std::vector<at::Tensor>& params, const DeviceMesh& mesh) {
+  std::vector<engine::NamedParam> named;
+  for (size_t i = 0; i < names_.size(); ++i) named.push_back({names_[i], params[i]});
+  return std::make_unique<engine::ParamGroup>("(root)", named, mesh, policy_);
+}
+
+void Group::attach() {
+  group_->face = this;
+  for (const auto& param : group_->params()) {
+    const auto at = std::find(names_.begin(), names_.end(), param->name());
+    params_[static_cast<size_t>(at - names_.begin())]->attach(*param);
+  }
+}
+
+void Group::place(size_t i, py::object user, std::vector<Place> places) {
+  auto& param = *params_.at(i);
+  param.user = std::move(user);
+  param.spec = param.user.attr("_spec");
+  param.user.attr("_local_tensor") = param.local;
+  param.places = std::move(places);
+  param.show(param.user);
+}
+
+void Group::set_name(const std::string& name, const std::vector<std::string>& params) {
+  group_->set_name(name.empty() ? "(root)" : name);
+  for (size_t i = 0; i < params_.size(); ++i) params_[i]->engine->set_name(params.at(i));
+}
+
+// --- forward --------------------------------------------------------------------------------------------------------
+
+void Group::adopt_all() {
+  for (auto* each : group_->context().groups()) {
+    if (!each || of(*each).adopt()) continue;
+    throw InvalidArgument("libfsdp: parameters of group '" + each->name() +
+                          "' were given another dtype or device behind its back; call to(), half(), to_empty() and the "
+                          "like on the module that fully_shard was applied to, or on the whole model");
+  }
+}
+
+void Group::enter() {
+  if (uses_++ > 0) return;
+  try {
+    auto& context = group_->context();
+    if (!context.whole_here()) adopt_all();
+    for (auto& param : params_) param->engine->sync_requires_grad();
+    // Of several modules that make one group, only one that is called by itself is a forward of its own. Inside
+    // another forward their end closes nothing: the next touch of another group does.
+    entered_ = !several_ || !context.whole_here();
+    without_gil([&] {
+      if (entered_) context.enter_forward(*group_);
+      if (params_.empty()) return;
+      try {
+        context.need(*group_);
+      } catch (const std::exception& error) {
+        if (entered_) context.fail_forward(*group_, error.what());
+        throw;
+      }
+    });
+    handled_ = handled_exception();
+    show_whole();
+  } catch (...) {
+    uses_ = 0;
+    throw;
+  }
+}
+
+bool Group::leave() {
+  if (idle()) return false;
+  auto* error = handled_exception();
+  const bool failed = error && error != handled_;
+  if (--uses_ > 0) return failed;
+  show_sharded();
+  if (!std::exchange(entered_, false)) return failed;
+  if (failed) {
+    const auto what = text_of(error);
+    without_gil([&] { group_->context().fail_forward(*group_, what); });
+  } else {
+    without_gil([&] { group_->context().leave_forward(*group_); });
+  }
+  return failed;
+}
+
+void Group::show_whole() {
+  for (auto& param : params_) param->show(param->whole);
+  whole_ = true;
+}
+
+void Group::show_sharded() {
+  if (!whole_ || !idle()) return;
+  for (auto& param : params_) param->show(param->user);
+  whole_ = false;
+}
+
+// --- by hand --------------------------------------------------------------------------------------------------------
+
+void Group::unshard(bool wait) {
+  if (params_.empty()) return;
+  if (!group_->context().whole_here()) adopt_all();
+  for (auto& param : params_) param->engine->sync_requires_grad();
+  without_gil([&] { group_->context().unshard(*group_, wait); });
+  if (wait) show_whole();
+}
+
+void Group::reshard() {
+  without_gil([&] { group_->context().reshard(*group_); });
+  show_sharded();
+}
+
+void Group::reset() {
+  without_gil([&] { group_->context().reset(); });
+  for (auto* each : group_->context().groups()) {
+    if (!each) continue;
+    auto& group = of(*each);
+    group.uses_ = 0;
+    group.entered_ = false;
+    group.show_sharded();
+  }
+}
+
+// --- what the user replaced -----------------------------------------------------------------------------------------
+
+py::object Group::replacement(const ShownParam& param) const {
+  const auto& name = param.engine->name();
+  py::object found = param.user;
+  for (const auto& place : param.places) {
+    auto* now = place.get();
+    if (!now || now == Py_None) {
+      throw InvalidArgument("libfsdp: parameter '" + name + "' was removed from its module after fully_shard");
+    }
+    if (now != param.user.ptr()) {
+      found = py::reinterpret_borrow<py::object>(now);
+      break;
+    }
+  }
+  const auto local = local_of(found, name);
+  const auto spec = found.attr("_spec");
+  const bool lies_alike = spec.attr("mesh").equal(param.spec.attr("mesh")) &&
+                          spec.attr("placements").equal(param.spec.attr("placements")) &&
+                          found.attr("shape").equal(param.user.attr("shape")) &&
+                          THPVariable_Unpack(local.ptr()).sizes() == param.engine->shard().sizes();
+  if (!lies_alike) {
+    throw InvalidArgument("libfsdp: parameter '" + name +
+                          "' was replaced after fully_shard by a DTensor of another shape, mesh or placement: " +
+                          py::str(spec).cast<std::string>() + " where " + py::str(param.spec).cast<std::string>() +
+                          " was expected");
+  }
+  return found;
+}
+
+bool Group::adopt() {
+  if (!idle() || whole_) return true;
+  std::vector<std::pair<ShownParam*, py::object>> changed;
+  for (auto& param : params_) {
+    if (param->unchanged()) continue;
+    auto found = replacement(*param);
+    const auto& shard = param->engine->shard();
+    const auto& local = THPVariable_Unpack(local_of(found, param->engine->name()).ptr());
+    if (local.scalar_type() != shard.scalar_type() || local.device() != shard.device()) return false;
+    changed.emplace_back(param.get(), std::move(found));
+  }
+  at::NoGradGuard no_grad;
+  for (auto& [param, found] : changed) {
+    auto local = THPVariable_Unpack(local_of(found, param->engine->name()).ptr());
+    if (!local.is_same(param->engine->shard())) param->engine->shard().copy_(local);
+    found.attr("_local_tensor") = param->local;
+    param->user = found;
+    param->show(param->user);
+  }
+  return true;
+}
+
+void Group::rebuild() {
+  if (adopt()) return;
+  at::NoGradGuard no_grad;
+  std::vector<py::object> users;
+  std::vector<at::Tensor> locals, wholes;
+  for (auto& param : params_) {
+    users.push_back(replacement(*param));
+    locals.push_back(THPVariable_Unpack(local_of(users.back(), param->engine->name()).ptr()));
+    // Sizes, dtype and device for the new group, and no bytes: the rows are copied below.
+    wholes.push_back(at::zeros({1}, locals.back().options()).expand(param->engine->sizes()));
+  }
+  std::vector<std::string> shown;
+  for (auto& param : params_) shown.push_back(param->engine->name());
+  auto old = std::move(group_);
+  without_gil([&] { group_ = make_engine(wholes, old->mesh()); });
+  attach();
+  set_name(old->name(), shown);
+  group_->flags() = old->flags();
+  for (size_t i = 0; i < params_.size(); ++i) {
+    auto& param = *params_[i];
+    param.engine->shard().copy_(locals[i]);
+    param.user = users[i];
+    param.spec = param.user.attr("_spec");
+    param.user.attr("_local_tensor") = param.local;
+    param.show(param.user);
+  }
+  if (!old->shared_context()) return;
+  auto groups = old->context().groups();
+  groups.erase(std::remove(groups.begin(), groups.end(), nullptr), groups.end());
+  group_->place.parent = old->place.parent;
+  for (auto*& each : groups) {
+    if (each == old.get()) each = group_.get();
+    if (each->place.parent == old.get()) each->place.parent = group_.get();
+  }
+  const auto mesh = old->context().mesh();
+  without_gil([&] { engine::Context::create(groups, mesh); });
+}
+
+void arrange(const std::vector<Group*>& groups, const std::vector<int>& parents, const DeviceMesh& mesh) {
+  std::vector<engine::ParamGroup*> engines;
+  for (size_t i = 0; i < groups.size(); ++i) {
+    engines.push_back(&groups[i]->engine());
+    engines.back()->place.parent = parents[i] < 0 ? nullptr : &groups[static_cast<size_t>(parents[i])]->engine();
+  }
+  without_gil([&] { engine::Context::create(engines, mesh); });
+}
+
+}  // namespace fsdp::python

@@ -1,0 +1,87 @@
+#pragma once
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <fsdp/device_mesh.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "engine/context.h"
+#include "engine/param_group.h"
+#include "shown_param.h"
+
+namespace fsdp::python {
+
+/// What one fully_shard call made: the engine's group and the places of its parameters in Python modules.
+///
+/// All methods are called with the GIL held and let go of it where they may wait for other ranks. Holds no module, so
+/// that a dropped model is freed at once.
+class Group {
+ public:
+  /// Copies this rank's rows of `params`, whole tensors. Opens the mesh's channels: collective.
+  Group(std::vector<std::string> names, std::vector<at::Tensor> params, const DeviceMesh& mesh,
+        const engine::DtypePolicy& policy);
+  ~Group();
+  Group(const Group&) = delete;
+  Group& operator=(const Group&) = delete;
+
+  engine::ParamGroup& engine() { return *group_; }
+  static Group& of(engine::ParamGroup& group) { return *static_cast<Group*>(group.face); }
+  size_t size() const { return params_.size(); }
+  /// This rank's rows of the i-th parameter, in the order of the names.
+  const at::Tensor& shard(size_t i) const { return params_.at(i)->engine->shard(); }
+
+  /// The i-th parameter is shown as `user`, a DTensor parameter over shard(i), in `places`.
+  void place(size_t i, py::object user, std::vector<Place> places);
+  /// `several`: stands for several modules, which are called one after the other. Then the end of one of them is not
+  /// the end of the group's use.
+  void set_shared(bool several) { several_ = several; }
+  void set_name(const std::string& name, const std::vector<std::string>& params);
+
+  // --- forward ----------------------------------------------------------------------------------------------------
+  /// A forward of one of the group's modules begins: gathers, and shows the parameters whole. May wait for the other
+  /// ranks. Nests.
+  void enter();
+  /// It ended, or threw what is being handled now.
+  /// True if it threw.
+  bool leave();
+
+  // --- by hand ----------------------------------------------------------------------------------------------------
+  void unshard(bool wait);
+  void reshard();
+  /// Ends the iteration after an error: collective.
+  void reset();
+  /// Makes the modules show DTensors, unless a forward is under way.
+  void show_sharded();
+
+  /// Takes over what the user put in the place of parameters or of their local tensors (load with assign, to_empty):
+  /// copies the values. False, and nothing is changed, if they have another dtype or device: see rebuild().
+  /// InvalidArgument if they cannot stand for the parameters.
+  bool adopt();
+  /// As adopt(), for any dtype and device: the engine's group is made anew.
+  void rebuild();
+
+ private:
+  std::unique_ptr<engine::ParamGroup> make_engine(const std::vector<at::Tensor>& params, const DeviceMesh& mesh);
+  void attach();
+  void show_whole();
+  py::object replacement(const ShownParam& param) const;
+  bool idle() const { return uses_ == 0; }
+  void adopt_all();
+
+  std::vector<std::string> names_;
+  engine::DtypePolicy policy_;
+  std::vector<std::unique_ptr<ShownParam>> params_;  // in the order of names_
+  std::unique_ptr<engine::ParamGroup> group_;        // after params_: its slots read them
+  bool several_ = false;
+  bool whole_ = false;           // the modules show the whole
+  int uses_ = 0;                 // forwards under way
+  bool entered_ = false;         // the engine knows of them
+  PyObject* handled_ = nullptr;  // what was being handled when the first of them began; only compared
+};
+
+/// One model: `groups` in module order, the i-th inside groups[parents[i]] (-1: in none). Collective.
+void arrange(const std::vector<Group*>& groups, const std::vector<int>& parents, const DeviceMesh& mesh);
+
+}  // namespace fsdp::python

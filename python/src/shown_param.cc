@@ -1,0 +1,124 @@
+#include "shown_param.h"
+
+#include <ATen/core/Tensor.h>
+#include <fsdp/error.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/autograd/variable.h>
+
+namespace fsdp::python {
+namespace {
+
+/// Looked up once in a process: Python objects that live as long as torch does.
+struct Names {
+  py::object dtensor = py::module_::import("torch.distributed.tensor").attr("DTensor");
+  py::object make_dtensor = py::module_::import("torch").attr("Tensor").attr("_dtensor__new__");
+  py::object parameter = py::module_::import("torch.nn").attr("Parameter");
+  py::str local_tensor = py::reinterpret_steal<py::str>(PyUnicode_InternFromString("_local_tensor"));
+  py::dict plain = [] {
+    py::dict keywords;
+    keywords["requires_grad"] = false;
+    return keywords;
+  }();
+};
+
+const Names& names() {
+  static const auto* instance = new Names;  // never destroyed: the interpreter may be gone by then
+  return *instance;
+}
+
+/// A sharded parameter's DTensor, for the engine.
+class DTensorSlot : public engine::Slot {
+ public:
+  explicit DTensorSlot(const ShownParam& param) : param_(param) {}
+
+  bool requires_grad() const override { return user().requires_grad(); }
+
+  at::Tensor run_gradient_hooks(at::Tensor gradient) override {
+    for (const auto& hook : torch::autograd::impl::hooks(user())) gradient = (*hook)({gradient})[0];
+    return gradient;
+  }
+
+  void accumulate_gradient(const at::Tensor& local) override {
+    py::gil_scoped_acquire gil;
+    auto& gradient = user().mutable_grad();
+    if (gradient.defined()) {
+      const auto held = py::reinterpret_steal<py::object>(THPVariable_Wrap(gradient));
+      const auto& name = param_.engine->name();
+      auto rows = THPVariable_Unpack(local_of(held, name + ".grad").ptr());
+      if (rows.sizes() != local.sizes()) {
+        throw InvalidArgument("libfsdp: '" + name +
+                              ".grad' has other sizes on this rank than its parameter; set it "
+                              "to None before backward");
+      }
+      rows.add_(local);
+      return;
+    }
+    const auto rows = py::reinterpret_steal<py::object>(THPVariable_Wrap(local));
+    const auto made = py::make_tuple(names().dtensor, rows, param_.spec);
+    const auto wrapped =
+        py::reinterpret_steal<py::object>(PyObject_Call(names().make_dtensor.ptr(), made.ptr(), names().plain.ptr()));
+    if (!wrapped) throw py::error_already_set();
+    gradient = THPVariable_Unpack(wrapped.ptr());
+  }
+
+  void run_post_accumulate_hooks() override {
+    const auto& parameter = user();
+    if (auto& hook = torch::autograd::impl::post_acc_grad_hooks(parameter)) (*hook)(parameter);
+  }
+
+ private:
+  const at::Tensor& user() const { return THPVariable_Unpack(param_.user.ptr()); }
+  const ShownParam& param_;  // lives as long as the engine's parameter, which owns this
+};
+
+}  // namespace
+
+PyObject* Place::get() const {
+  auto* found = PyDict_GetItemWithError(table.ptr(), name.ptr());
+  if (!found && PyErr_Occurred()) throw py::error_already_set();
+  return found;
+}
+
+void Place::set(const py::object& value) const {
+  if (!follower.is_none()) {
+    const auto module = follower();
+    if (!module.is_none()) {
+      py::setattr(module, name, value);
+      return;
+    }
+  }
+  if (PyDict_SetItem(table.ptr(), name.ptr(), value.ptr()) != 0) throw py::error_already_set();
+}
+
+void ShownParam::attach(engine::ShardedParam& param) {
+  engine = &param;
+  local = py::reinterpret_steal<py::object>(THPVariable_Wrap(param.shard()));
+  whole = py::reinterpret_steal<py::object>(THPVariable_Wrap(param.leaf()));
+  py::setattr(whole, "__class__", names().parameter);
+  param.set_slot(std::make_unique<DTensorSlot>(*this));
+}
+
+void ShownParam::show(const py::object& value) const {
+  for (const auto& place : places) place.set(value);
+}
+
+bool ShownParam::unchanged() const {
+  for (const auto& place : places) {
+    if (place.get() != user.ptr()) return false;
+  }
+  const auto now = py::reinterpret_steal<py::object>(PyObject_GetAttr(user.ptr(), names().local_tensor.ptr()));
+  if (!now) throw py::error_already_set();
+  return now.is(local);
+}
+
+bool is_dtensor(const py::handle& object) { return py::isinstance(object, names().dtensor); }
+
+py::object local_of(const py::handle& dtensor, const std::string& name) {
+  if (!is_dtensor(dtensor)) {
+    throw InvalidArgument("libfsdp: '" + name + "' is " + std::string(Py_TYPE(dtensor.ptr())->tp_name) +
+                          " where a DTensor that lies as its parameter does was expected");
+  }
+  return dtensor.attr(names().local_tensor);
+}
+
+}  // namespace fsdp::python

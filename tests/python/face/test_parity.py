@@ -1,0 +1,96 @@
+"""Losses, gradients and parameters against the unsharded model and, where it can, torch's FSDP2 side by side."""
+
+import pytest
+import torch
+
+from models import MODELS, Stack, make
+from parity import compare, shard_blocks
+from ranks import on_ranks
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_models(rank, world, name):
+    compare(make(name), rank, world)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("reshard", [True, False, None])
+def test_reshard_after_forward(rank, world, reshard):
+    compare(Stack(), rank, world,
+            shard=lambda model, fully_shard: shard_blocks(model, fully_shard, reshard_after_forward=reshard))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("foreach, fused", [(True, False), (False, False), (False, True)])
+def test_adamw(rank, world, foreach, fused):
+    compare(Stack(), rank, world, optimizer=torch.optim.AdamW,
+            optimizer_options={"lr": 1e-2, "foreach": foreach, "fused": fused})
+
+
+@on_ranks(2, 3)
+def test_one_group(rank, world):
+    compare(Stack(), rank, world, shard=lambda model, fully_shard: fully_shard(model))
+
+
+@on_ranks(2)
+def test_without_a_sharded_root(rank, world):
+    def shard(model, fully_shard):
+        for module in (*model.blocks, model.head):
+            fully_shard(module)
+        return model
+
+    model = Stack()
+    del model.shift
+    model.shift = 0.0
+    compare(model, rank, world, shard=shard)
+
+
+@on_ranks(2)
+def test_a_list_is_one_group(rank, world):
+    def shard(model, fully_shard):
+        fully_shard([model.blocks[0], model.blocks[1]])
+        fully_shard([model.blocks[2], model.head])
+        return fully_shard(model)
+
+    model = compare(Stack(), rank, world, shard=shard)
+    groups = {group for _, act, group in model._get_fsdp_state().group.schedule if act == "all-gather"}
+    assert groups == {"blocks.0, blocks.1", "blocks.2, head", "(root)"}
+
+
+@on_ranks(2)
+def test_prefetch(rank, world):
+    def prepare(model):
+        blocks = list(model.blocks)
+        blocks[0].set_modules_to_forward_prefetch(blocks[1:])
+        blocks[2].set_modules_to_backward_prefetch([blocks[1], blocks[0]])
+
+    compare(Stack(), rank, world, prepare=prepare)
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("seed", range(4))
+def test_random_stacks(rank, world, seed):
+    """Depth, widths, groups and flags drawn at random, the same on every rank."""
+    import random
+
+    import models
+
+    draw = random.Random(seed * 10 + world)
+    depth = draw.randint(1, 4)
+    model = Stack(depth, lambda: models.Block(hidden=draw.randint(1, 9)))
+    if draw.random() < 0.5:
+        model.blocks[0].requires_grad_(False)
+    if depth > 1 and draw.random() < 0.5:
+        model.blocks[-1].up.weight = model.blocks[-1].down.weight = torch.nn.Parameter(torch.randn(models.WIDTH, models.WIDTH))
+        model.blocks[-1].up.bias = None
+    flags = [draw.choice([True, False, None]) for _ in range(depth + 1)]
+    sharded = [draw.random() < 0.8 for _ in range(depth)]
+
+    def shard(model, fully_shard):
+        for block, flag, wanted in zip(model.blocks, flags, sharded):
+            if wanted:
+                fully_shard(block, reshard_after_forward=flag)
+        return fully_shard(model, reshard_after_forward=flags[-1])
+
+    compare(model, rank, world, shard=shard)
