@@ -98,18 +98,21 @@ void collective(benchmark::State& state, const std::string& engine, Collective k
   const fsdp::shard::Segments segments(kRanks, elements);
   const auto channel = open(engine, state.thread_index());
   const auto shard = torch::ones({elements}), whole = torch::ones({elements * kRanks});
+  const auto bytes = static_cast<int64_t>(whole.nbytes());
   for (auto _ : state) {
     if (kind == Collective::kAllGather) {
       channel->all_gather(whole, shard, segments)->wait();
     } else {
-      channel->reduce_scatter(shard, whole, segments)->wait();
+      // A fresh input each time, as the engine has one: it is the channel's once it was issued.
+      const auto input = channel->buffer(bytes, at::kCPU).view(at::kFloat);
+      channel->reduce_scatter(shard, input, segments)->wait();
     }
   }
   state.SetBytesProcessed(state.iterations() * state.range(0));
 }
 
 void register_collectives() {
-  for (const std::string engine : {"fake", "inproc", "gloo"}) {
+  for (const std::string engine : {"fake", "inproc", "gloo", "shm"}) {
     for (const auto& [name, kind] :
          {std::pair{"AllGather", Collective::kAllGather}, std::pair{"ReduceScatter", Collective::kReduceScatter}}) {
       benchmark::RegisterBenchmark((name + ("/" + engine)).c_str(), collective, engine, kind)

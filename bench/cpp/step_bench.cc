@@ -42,7 +42,7 @@ struct Config {
 void parse(CLI::App& app, Config& config) {
   app.add_option("--side", config.side)->required()->check(CLI::IsMember({"plain", "sharded"}));
   app.add_option("--model", config.model)->check(CLI::IsMember({"block", "rows"}));
-  app.add_option("--engine", config.engine)->check(CLI::IsMember({"fake", "gloo"}));
+  app.add_option("--engine", config.engine)->check(CLI::IsMember({"fake", "gloo", "shm"}));
   app.add_option("--width", config.width);
   app.add_option("--rows", config.rows);
   app.add_option("--columns", config.columns);
@@ -150,7 +150,7 @@ class Side {
   };
 
   Times step() {
-    if (config_.engine == "gloo" && config_.world > 1) fsdp::barrier();
+    if (config_.engine != "fake" && config_.world > 1) fsdp::barrier();
     const double begin = now_us();
     auto value = loss(input_);
     const double forward = now_us();

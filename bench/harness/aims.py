@@ -4,6 +4,8 @@ from .parts.scale import GROUPS, by_shape
 
 #: Largest step overhead, as a part of FSDP2's.
 STEP_AIMS = {64: 0.60, 512: 0.85, 1024: 0.85}
+#: Largest step over the plain step, on shared memory.
+SHM_STEP_AIMS = {512: 1.15, 1024: 1.15}
 
 
 def aim(what, wanted, got, met):
@@ -30,6 +32,11 @@ def step(entries):
             part = (over["libfsdp_cpp"] - 1) / max(over["fsdp2"] - 1, 1e-6)
             found.append(at_most(f"step, width {entry['width']}: overhead as a part of FSDP2's",
                                  STEP_AIMS[entry["width"]], part))
+        if "libfsdp_shm" in over and entry["width"] in SHM_STEP_AIMS:
+            found.append(at_most(f"step, width {entry['width']}: shared memory over plain",
+                                 SHM_STEP_AIMS[entry["width"]], over["libfsdp_shm"]))
+            found.append(at_most(f"step, width {entry['width']}: shared memory over DDP", 1.0,
+                                 over["libfsdp_shm"] / over["ddp"]))
     return found
 
 

@@ -9,13 +9,14 @@ from .rank_group import RankGroup
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 
-#: side -> (language, --side of its program, the plain side that it is judged by)
+#: side -> (language, --side of its program, the plain side that it is judged by, its engine between real ranks)
 SIDES = {
-    "plain": ("torch", "plain", None),
-    "ddp": ("torch", "ddp", "plain"),
-    "fsdp2": ("torch", "fsdp2", "plain"),
-    "cpp_plain": ("cpp", "plain", None),
-    "libfsdp_cpp": ("cpp", "sharded", "cpp_plain"),
+    "plain": ("torch", "plain", None, "gloo"),
+    "ddp": ("torch", "ddp", "plain", "gloo"),
+    "fsdp2": ("torch", "fsdp2", "plain", "gloo"),
+    "cpp_plain": ("cpp", "plain", None, "gloo"),
+    "libfsdp_cpp": ("cpp", "sharded", "cpp_plain", "gloo"),
+    "libfsdp_shm": ("cpp", "sharded", "cpp_plain", "shm"),
 }
 
 
@@ -28,9 +29,10 @@ class Bench:
     def has(self, side):
         return SIDES[side][0] == "torch" or self.step_bench is not None
 
-    def start(self, side, *, ranks=1, engine="gloo", world=None, label="", flags=(), **config):
-        """Starts a side. `world` differs from `ranks` only on the fake engine."""
-        language, mode, _ = SIDES[side]
+    def start(self, side, *, ranks=1, engine=None, world=None, label="", flags=(), **config):
+        """Starts a side, on its own engine unless one is named. `world` differs from `ranks` only on the fake engine."""
+        language, mode, _, own_engine = SIDES[side]
+        engine = engine or own_engine
         program = [self.step_bench] if language == "cpp" else [sys.executable, os.path.join(HERE, "torch_side.py")]
         argv = program + ["--side", mode, "--engine", engine, "--world", str(world or ranks), *flags]
         for key, value in config.items():

@@ -9,8 +9,10 @@ import matplotlib.pyplot as plt  # noqa: E402
 
 from .parts.scale import by_shape  # noqa: E402
 
-COLORS = {"plain": "#9aa0a6", "cpp_plain": "#c5c9cd", "ddp": "#f2a65a", "fsdp2": "#d1495b", "libfsdp_cpp": "#2e86ab"}
-NAMES = {"plain": "plain", "cpp_plain": "plain C++", "ddp": "DDP", "fsdp2": "FSDP2", "libfsdp_cpp": "libfsdp C++"}
+COLORS = {"plain": "#9aa0a6", "cpp_plain": "#c5c9cd", "ddp": "#f2a65a", "fsdp2": "#d1495b", "libfsdp_cpp": "#2e86ab",
+          "libfsdp_shm": "#44af69"}
+NAMES = {"plain": "plain", "cpp_plain": "plain C++", "ddp": "DDP", "fsdp2": "FSDP2", "libfsdp_cpp": "libfsdp C++",
+         "libfsdp_shm": "libfsdp C++\nshared memory"}
 
 
 def bars(ax, labels, values, colors):
@@ -35,7 +37,7 @@ def step(entries):
         bars(ax, [NAMES[s] for s in sides], [entry["over_plain"][s] for s in sides], [COLORS[s] for s in sides])
         ax.axhline(1, color="black", linewidth=0.8, linestyle=":")
         ax.set(title=f"width {entry['width']}")
-    axes[0][0].set_ylabel("step time over plain (2 Gloo ranks)")
+    axes[0][0].set_ylabel("step time over plain (2 ranks)")
     return fig
 
 

@@ -121,7 +121,7 @@ bool reports_usage() {
 int run(int argc, char** argv) {
   try {
     const auto options = parse_options(argc, argv);
-    fsdp::init_process_group({.timeout = std::chrono::seconds(options.timeout_s)});
+    fsdp::init_process_group({.engine = options.engine, .timeout = std::chrono::seconds(options.timeout_s)});
     train(options);
     fsdp::destroy_process_group();
     return 0;

@@ -30,6 +30,7 @@ struct Options {
   bool reshard = true;
   bool bf16 = false;
   int threads = 1;
+  std::string engine = "auto";
   int64_t timeout_s = 600;
 
   int64_t eval_every = 250;

@@ -8,8 +8,10 @@
 namespace fsdp {
 
 struct InitOptions {
-  /// Which engine carries the collectives: "gloo" (CPU, one or more hosts), "fake" (no-op collectives of any world
-  /// size, for measuring host cost). Empty: "gloo". Unknown or unavailable: NotSupported with the list of engines.
+  /// Which engine carries the collectives: "shm" (shared memory, ranks of one host), "gloo" (TCP, one or more hosts),
+  /// "auto" (each group of ranks takes shm if all of it is on one host, else gloo), "fake" (no-op collectives of any
+  /// world size, for measuring host cost). Empty: "auto". Unknown: NotSupported with the list of engines; shm for ranks
+  /// that share no host: NotSupported with the reason, on every rank, when the first group is opened.
   std::string engine{};
   /// How long a rank waits for its peers, in start-up and in every collective, before it throws TimeoutError.
   std::chrono::milliseconds timeout = std::chrono::minutes(10);

@@ -29,6 +29,19 @@ class Pending {
   /// As wait(), but for `limit` at most. False: the result is not there yet, nothing changed, and either may be called
   /// again. Costs up to a tenth of a millisecond more than wait().
   virtual bool wait_for(std::chrono::milliseconds limit) = 0;
+  /// Bytes of a buffer that the channel itself took for the result (all_gather_to), until that is there.
+  virtual int64_t held_bytes() const { return 0; }
+};
+
+/// Where the segments of an all-gather go when their reader does not want them in one flat buffer. Called on a thread
+/// that waits on the channel, for this or for a later collective; the bytes are valid during the call only.
+class Placement {
+ public:
+  virtual ~Placement() = default;
+  /// The segment of one rank, or ...
+  virtual void segment(int64_t rank, const void* bytes) = 0;
+  /// ... all of them, one after another.
+  virtual void whole(const void* bytes) = 0;
 };
 
 /// One ordered lane of collectives among a fixed set of ranks: what rank A issues as its n-th call, every other rank
@@ -47,6 +60,10 @@ class Channel {
   /// segments.length(rank()) elements of the same dtype (any dtype: bytes are moved).
   virtual std::unique_ptr<Pending> all_gather(const at::Tensor& out, const at::Tensor& mine,
                                               const shard::Segments& segments) = 0;
+  /// The same, each non-empty segment (or all at once) given to `place` instead. A channel that reads its peers' memory
+  /// needs no buffer for it; the others gather into one of their own.
+  virtual std::unique_ptr<Pending> all_gather_to(std::shared_ptr<Placement> place, const at::Tensor& mine,
+                                                 const shard::Segments& segments);
   /// out = the sum over all ranks of their `in`'s segment rank(). `in` is 1-D with segments.total() elements, `out`
   /// 1-D with segments.length(rank()), and shares no memory with `in`.
   virtual std::unique_ptr<Pending> reduce_scatter(const at::Tensor& out, const at::Tensor& in,
@@ -57,6 +74,11 @@ class Channel {
 
   /// out[r * n .. (r + 1) * n) = rank r's `mine` (n elements, equal on all ranks).
   virtual std::unique_ptr<Pending> all_gather_even(const at::Tensor& out, const at::Tensor& mine) = 0;
+
+  /// Uninitialised bytes for the input of a gather or a reduction (views of it will do) from which this channel sends
+  /// without a copy. Once such an input was issued it is not the caller's to write any more: peers may read it after
+  /// wait().
+  virtual at::Tensor buffer(int64_t nbytes, c10::Device device);
 };
 
 /// Where a channel's members meet, and how long they wait for each other.

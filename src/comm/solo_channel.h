@@ -18,6 +18,8 @@ class SoloChannel final : public Channel {
 
   std::unique_ptr<Pending> all_gather(const at::Tensor& out, const at::Tensor& mine,
                                       const shard::Segments& segments) override;
+  std::unique_ptr<Pending> all_gather_to(std::shared_ptr<Placement> place, const at::Tensor& mine,
+                                         const shard::Segments& segments) override;
   std::unique_ptr<Pending> reduce_scatter(const at::Tensor& out, const at::Tensor& in,
                                           const shard::Segments& segments) override;
   std::unique_ptr<Pending> all_reduce(const at::Tensor& tensor, ReduceOp op) override;

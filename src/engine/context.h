@@ -57,7 +57,8 @@ class Context : public std::enable_shared_from_this<Context> {
   bool whole_here() const;
   /// An operator reads `param`; returns with the leaves of its group whole.
   void touch(ShardedParam& param);
-  /// The same ahead of any operator, for a face that knows where a module's forward begins. No parameter counts as used.
+  /// The same ahead of any operator, for a face that knows where a module's forward begins. No parameter counts as
+  /// used.
   void need(ParamGroup& group);
 
   // --- backward ---------------------------------------------------------------------------------------------------

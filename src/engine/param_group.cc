@@ -103,10 +103,6 @@ ParamGroup::ParamGroup(std::string name, const std::vector<NamedParam>& params, 
   }
 }
 
-ParamGroup::~ParamGroup() {
-  if (context_) context_->remove(*this);
-}
-
 void ParamGroup::set_name(std::string name) {
   name_ = std::move(name);
   gather_label_ = "libfsdp::all_gather " + name_;
@@ -130,9 +126,27 @@ bool ParamGroup::is_inside(const ParamGroup& other) const {
 
 // --- parameters -----------------------------------------------------------------------------------------------------
 
+/// What was gathered goes into the leaves of a group, or nowhere if there is none (any more).
+class ParamGroup::Destination final : public comm::Placement {
+ public:
+  explicit Destination(ParamGroup* into) : group(into) {}
+  void segment(int64_t rank, const void* bytes) override {
+    if (group) group->place_segment(rank, static_cast<const char*>(bytes));
+  }
+  void whole(const void* bytes) override {
+    if (group) group->place_whole(static_cast<const char*>(bytes));
+  }
+  ParamGroup* group;
+};
+
+ParamGroup::~ParamGroup() {
+  if (gathering_) gathering_->destination->group = nullptr;
+  if (context_) context_->remove(*this);
+}
+
 at::Tensor ParamGroup::gather_input() const {
   if (!casts_) return flat_shard_;
-  auto source = at::empty({gather_layout_->segments().length(rank_)}, flat_shard_.options());
+  auto source = gather_channel_->buffer(gather_layout_->segments().length(rank_), device_);
   for (size_t i = 0; i < params_.size(); ++i) {
     const auto& param = *params_[i];
     auto place = source.narrow(0, gather_layout_->local_offset(i, rank_), gather_layout_->local_length(i, rank_));
@@ -141,72 +155,86 @@ at::Tensor ParamGroup::gather_input() const {
   return source;
 }
 
-void ParamGroup::begin_gather() {
-  TORCH_INTERNAL_ASSERT(state_ == GatherState::kSharded);
+ParamGroup::Gather ParamGroup::start_gather(ParamGroup* into) {
   RECORD_FUNCTION(gather_label_, {});
   c10::InferenceMode normal(false);
   at::NoGradGuard no_grad;
   PlainTensors plain;
-  gather_source_ = gather_input();
-  if (world_ > 1) {
-    gathered_ = at::empty({gather_layout_->segments().total()}, flat_shard_.options());
-    note_param_bytes(gathered_.nbytes());
-    gathering_ = gather_channel_->all_gather(gathered_, gather_source_, gather_layout_->segments());
-  }
+  Gather gather{std::make_shared<Destination>(into), gather_input(), nullptr};
+  gather.pending = gather_channel_->all_gather_to(gather.destination, gather.source, gather_layout_->segments());
+  gather.held_bytes = gather.pending->held_bytes();
+  note_param_bytes(gather.held_bytes);
+  return gather;
+}
+
+void ParamGroup::end_gather(Gather& gather) {
+  naming_group(name_, "all-gather", [&] { gather.pending->wait(); });
+  note_param_bytes(-gather.held_bytes);
+}
+
+void ParamGroup::begin_gather() {
+  TORCH_INTERNAL_ASSERT(state_ == GatherState::kSharded);
+  gathering_ = start_gather(this);
   for (auto& param : params_) param->filled_version_ = param->version();
   state_ = GatherState::kGathering;
 }
 
 void ParamGroup::finish_gather() {
   TORCH_INTERNAL_ASSERT(state_ == GatherState::kGathering);
-  if (gathering_) naming_group(name_, "all-gather", [&] { gathering_->wait(); });
+  end_gather(*gathering_);
   gathering_.reset();
-  const at::Tensor& flat = world_ > 1 ? gathered_ : gather_source_;
-  const char* from = static_cast<const char*>(flat.const_data_ptr());
-  for (size_t i = 0; i < params_.size(); ++i) {
-    auto& param = *params_[i];
-    param.allocate_leaf();
-    char* to = static_cast<char*>(param.leaf_.unsafeGetTensorImpl()->unsafe_storage().mutable_data());
-    gather_layout_->for_each_run(i, [&](const Run& run) {
-      base::copy_blocks(to + run.at, run.length, from + run.flat, run.flat_stride, run.length, run.count, device_);
-    });
-  }
-  note_param_bytes(unsharded_bytes());
-  if (world_ > 1) note_param_bytes(-static_cast<int64_t>(gathered_.nbytes()));
-  gathered_.reset();
-  gather_source_.reset();
+  allocate_leaves();  // those of a group without a single byte
   state_ = GatherState::kUnsharded;
 }
 
+void ParamGroup::allocate_leaves() {
+  if (leaves_allocated_) return;
+  leaves_allocated_ = true;
+  for (auto& param : params_) param->allocate_leaf();
+  note_param_bytes(unsharded_bytes());
+}
+
+void ParamGroup::place_segment(int64_t rank, const char* bytes) {
+  allocate_leaves();
+  for (size_t i = 0; i < params_.size(); ++i) {
+    const int64_t length = gather_layout_->local_length(i, rank);
+    if (length == 0) continue;
+    base::copy_bytes(params_[i]->leaf_bytes() + gather_layout_->array_offset(i, rank),
+                     bytes + gather_layout_->local_offset(i, rank), length, device_);
+  }
+}
+
+void ParamGroup::place_whole(const char* bytes) {
+  allocate_leaves();
+  for (size_t i = 0; i < params_.size(); ++i) {
+    char* to = params_[i]->leaf_bytes();
+    gather_layout_->for_each_run(i, [&](const Run& run) {
+      base::copy_blocks(to + run.at, run.length, bytes + run.flat, run.flat_stride, run.length, run.count, device_);
+    });
+  }
+}
+
 void ParamGroup::reshard() {
-  if (state_ == GatherState::kUnsharded) {
+  if (state_ == GatherState::kGathering) {
+    gathering_->destination->group = nullptr;
+    discarded_.push_back(std::move(*gathering_));
+    gathering_.reset();
+  }
+  if (leaves_allocated_) {
     for (auto& param : params_) param->release_leaf();
     note_param_bytes(-unsharded_bytes());
-  } else if (state_ == GatherState::kGathering) {
-    if (gathering_) discarded_.push_back({std::move(gathered_), std::move(gather_source_), std::move(gathering_)});
-    gathered_.reset();
-    gather_source_.reset();
+    leaves_allocated_ = false;
   }
   state_ = GatherState::kSharded;
 }
 
 void ParamGroup::join_gather() {
   if (world_ == 1) return;
-  c10::InferenceMode normal(false);
-  at::NoGradGuard no_grad;
-  PlainTensors plain;
-  auto source = gather_input();
-  auto flat = at::empty({gather_layout_->segments().total()}, flat_shard_.options());
-  note_param_bytes(flat.nbytes());
-  auto pending = gather_channel_->all_gather(flat, source, gather_layout_->segments());
-  discarded_.push_back({std::move(flat), std::move(source), std::move(pending)});
+  discarded_.push_back(start_gather(nullptr));
 }
 
 void ParamGroup::drop_discarded() {
-  for (auto& gather : discarded_) {
-    naming_group(name_, "all-gather", [&] { gather.pending->wait(); });
-    note_param_bytes(-static_cast<int64_t>(gather.flat.nbytes()));
-  }
+  for (auto& gather : discarded_) end_gather(gather);
   discarded_.clear();
 }
 
@@ -286,13 +314,18 @@ void ParamGroup::update_membership() {
   }
 }
 
+void ParamGroup::allocate_input(Bucket& bucket) {
+  PlainTensors plain;
+  const int64_t bytes = bucket.layout->segments().total() * width(bucket.dtype);
+  bucket.input = reduce_channel_->buffer(bytes, device_).view(bucket.dtype);
+  note_gradient_bytes(bytes);
+}
+
 void ParamGroup::store_gradient(ShardedParam& param, at::Tensor gradient) {
   if (!param.in_bucket_) update_membership();
   auto& bucket = *buckets_[param.bucket_];
   if (!bucket.input.defined()) {
-    bucket.input =
-        at::empty({bucket.layout->segments().total()}, at::TensorOptions().dtype(bucket.dtype).device(device_));
-    note_gradient_bytes(bucket.input.nbytes());
+    allocate_input(bucket);
   }
   // A gradient may itself be a sharded tensor's alias (d(w.v)/dv is w): the dispatcher then finds its bytes.
   if (gradient.is_sparse()) gradient = gradient.to_dense();
@@ -336,8 +369,8 @@ void ParamGroup::begin_reduce() {
     const auto options = at::TensorOptions().dtype(bucket->dtype).device(device_);
     const auto& segments = bucket->layout->segments();
     if (!bucket->input.defined()) {
-      bucket->input = at::zeros({segments.total()}, options);
-      note_gradient_bytes(bucket->input.nbytes());
+      allocate_input(*bucket);
+      bucket->input.zero_();
     } else {
       for (auto* param : bucket->params) {
         if (param->held_) continue;

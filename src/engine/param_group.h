@@ -146,6 +146,7 @@ class ParamGroup {
     at::Tensor input, output;
     std::unique_ptr<comm::Pending> pending;
   };
+  void allocate_input(Bucket& bucket);
   void free_input(Reduction& reduction);
   void note_param_bytes(int64_t n);
   void note_gradient_bytes(int64_t n);
@@ -169,14 +170,22 @@ class ParamGroup {
   bool casts_ = false;                                 // shards are cast before they are gathered
 
   GatherState state_ = GatherState::kSharded;
-  at::Tensor gathered_;  // flat, rank-major
-  at::Tensor gather_source_;
-  std::unique_ptr<comm::Pending> gathering_;
-  struct Discarded {
-    at::Tensor flat, source;
+  bool leaves_allocated_ = false;
+  /// An all-gather under way, into the leaves or into nothing.
+  class Destination;
+  struct Gather {
+    std::shared_ptr<Destination> destination;
+    at::Tensor source;
     std::unique_ptr<comm::Pending> pending;
+    int64_t held_bytes = 0;
   };
-  std::vector<Discarded> discarded_;
+  Gather start_gather(ParamGroup* into);
+  void end_gather(Gather& gather);
+  void allocate_leaves();
+  void place_segment(int64_t rank, const char* bytes);
+  void place_whole(const char* bytes);
+  std::optional<Gather> gathering_;
+  std::vector<Gather> discarded_;
 
   std::vector<std::shared_ptr<Bucket>> buckets_;
   std::deque<Reduction> reductions_;

@@ -81,6 +81,8 @@ class ShardedParam {
   void allocate_leaf();
   void release_leaf();
   bool leaf_has_bytes() const;
+  /// Where the leaf's elements are, while it has them.
+  char* leaf_bytes() const { return static_cast<char*>(leaf_.unsafeGetTensorImpl()->unsafe_storage().mutable_data()); }
   size_t leaf_nbytes() const;
   uint32_t version() const { return shard_.unsafeGetTensorImpl()->version_counter().current_version(); }
 

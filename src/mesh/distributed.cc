@@ -89,7 +89,7 @@ void init_process_group(const InitOptions& options) {
         "init_process_group: this process has joined a group already; call destroy_process_group first");
   }
   try {
-    const auto engine = options.engine.empty() ? std::string("gloo") : options.engine;
+    const auto engine = options.engine.empty() ? std::string("auto") : options.engine;
     const auto known = comm::engines();
     if (std::find(known.begin(), known.end(), engine) == known.end()) {
       throw NotSupported(

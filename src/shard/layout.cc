@@ -55,6 +55,10 @@ int64_t FlatLayout::local_offset(size_t i, int64_t rank) const {
   return rank < segments_.active() ? ragged_offsets_[rank * arrays_.size() + i] : 0;
 }
 
+int64_t FlatLayout::array_offset(size_t i, int64_t rank) const {
+  return rows_of_rank(arrays_[i].rows, world(), rank).begin * arrays_[i].row_units;
+}
+
 int64_t FlatLayout::local_length(size_t i, int64_t rank) const {
   return rows_of_rank(arrays_[i].rows, world(), rank).size() * arrays_[i].row_units;
 }

@@ -33,6 +33,8 @@ class FlatLayout {
   /// Where array `i` begins within rank `rank`'s own segment, and its length there, in units.
   int64_t local_offset(size_t i, int64_t rank) const;
   int64_t local_length(size_t i, int64_t rank) const;
+  /// Where the rows of rank `rank` begin within array `i`, in units.
+  int64_t array_offset(size_t i, int64_t rank) const;
 
   /// Pieces of one array, one of each of `count` consecutive ranks, equally long and equally far apart: the p-th lies
   /// at flat + p * flat_stride in the buffer and at at + p * length within the array.

@@ -2,10 +2,10 @@
 
 from statistics import median
 
-from ..bench import references
+from ..bench import SIDES, references
 from ..rounds import interleave, verify
 
-NAMES = ["plain", "cpp_plain", "ddp", "fsdp2", "libfsdp_cpp"]
+NAMES = ["plain", "cpp_plain", "ddp", "fsdp2", "libfsdp_cpp", "libfsdp_shm"]
 RANKS = 2
 #: width, blocks, batch, steps in a round
 SIZES = [(64, 8, 2, 20), (512, 8, 2, 6), (1024, 4, 4, 4)]
@@ -23,8 +23,8 @@ def measure_size(bench, width, layers, batch, steps, rounds, warmup):
         verify(groups, references(groups))
         times = interleave(groups, rounds, warmup, steps)
         checked = verify(groups, references(groups))  # after the rounds too: they must leave no trace
-    entry = {"width": width, "ranks": RANKS, "engine": "gloo", "blocks": layers, "batch": batch, "seq": 64,
-             "rounds": rounds, "steps": steps}
+    entry = {"width": width, "ranks": RANKS, "engines": {side: SIDES[side][3] for side in groups}, "blocks": layers,
+             "batch": batch, "seq": 64, "rounds": rounds, "steps": steps}
     entry |= {f"{side}_ms": median(times[side]) / 1e3 if side in times else None for side in NAMES}
     entry["over_plain"] = {side: median(s / p for s, p in zip(times[side], times[plain]))
                            for side, plain in references(times).items()}

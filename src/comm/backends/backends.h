@@ -9,6 +9,12 @@ namespace fsdp::comm {
 /// TCP between processes, on one or more hosts; CPU tensors.
 std::shared_ptr<Channel> open_gloo(const Rendezvous& rendezvous);
 
+/// Shared memory between processes of one host; CPU tensors. NotSupported where the ranks do not share one.
+std::shared_ptr<Channel> open_shm(const Rendezvous& rendezvous);
+
+/// The engine of choice, channel by channel: shm where all members share a host, else gloo.
+std::shared_ptr<Channel> open_nearest(const Rendezvous& rendezvous);
+
 /// Ranks that are threads of this process; CPU tensors. The store tells the members of one channel apart from those
 /// of another. Collectives are checked: ranks that call different ones all get CommError with both sides.
 std::shared_ptr<Channel> open_inproc(const Rendezvous& rendezvous);

@@ -26,7 +26,7 @@ TEST(Engines, UnknownOnesAreRefusedWithTheKnown) {
     open_channel("pigeon", place(0, 1));
     FAIL() << "nothing was thrown";
   } catch (const NotSupported& error) {
-    EXPECT_STREQ(error.what(), "there is no engine 'pigeon'; this build has: fake, gloo, inproc");
+    EXPECT_STREQ(error.what(), "there is no engine 'pigeon'; this build has: auto, fake, gloo, inproc, shm");
   }
   EXPECT_THROW(register_engine("gloo", nullptr), InvalidArgument);
 }

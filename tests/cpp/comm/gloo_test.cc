@@ -22,11 +22,11 @@ namespace {
 using testing::run_processes;
 
 FSDP_PROCESS_BODY(gloo_collectives) {
-  init_process_group({.timeout = std::chrono::seconds(30)});
+  init_process_group({.engine = "gloo", .timeout = std::chrono::seconds(30)});
   check_channel(mesh::World::current()->channel());
   // Larger than the sockets' buffers, both ways at once.
-  check_all_gather(mesh::World::current()->channel(), shard::Segments(world_size(), 3'000'000), at::kFloat);
-  check_reduce_scatter(mesh::World::current()->channel(), shard::Segments(world_size(), 3'000'000), at::kFloat);
+  check_all_gather(mesh::World::current()->channel(), shard::Segments(world_size(), 1'000'000), at::kFloat);
+  check_reduce_scatter(mesh::World::current()->channel(), shard::Segments(world_size(), 1'000'000), at::kFloat);
   destroy_process_group();
 }
 
@@ -50,7 +50,7 @@ void expect_failure(std::chrono::seconds bound, const std::function<std::unique_
 }
 
 FSDP_PROCESS_BODY(gloo_killed_peer) {
-  init_process_group({.timeout = std::chrono::seconds(30)});
+  init_process_group({.engine = "gloo", .timeout = std::chrono::seconds(30)});
   auto& channel = mesh::World::current()->channel();
   barrier();
   if (rank() == world_size() - 1) {
@@ -82,7 +82,7 @@ std::map<std::string, uint64_t> blocked_signals() {
 FSDP_PROCESS_BODY(gloo_sigpipe) {
   constexpr uint64_t kSigpipe = 1ull << (SIGPIPE - 1);
   const auto before = blocked_signals();
-  init_process_group({.timeout = std::chrono::seconds(30)});
+  init_process_group({.engine = "gloo", .timeout = std::chrono::seconds(30)});
   barrier();
   size_t started = 0;
   for (const auto& [thread, mask] : blocked_signals()) {
@@ -97,7 +97,7 @@ FSDP_PROCESS_BODY(gloo_sigpipe) {
 TEST(GlooProcs, ItsThreadsBlockSigpipe) { run_processes(2, "gloo_sigpipe"); }
 
 FSDP_PROCESS_BODY(gloo_killed_while_sending) {
-  init_process_group({.timeout = std::chrono::seconds(30)});
+  init_process_group({.engine = "gloo", .timeout = std::chrono::seconds(30)});
   auto& channel = mesh::World::current()->channel();
   const auto mine = at::ones({20'000}), out = at::zeros({20'000 * world_size()});
   channel.all_gather_even(out, mine)->wait();
@@ -121,7 +121,7 @@ TEST(GlooFault, APeerKilledWhileOthersSendToItKillsNobody) {
 }
 
 FSDP_PROCESS_BODY(gloo_stuck_peer) {
-  init_process_group({.timeout = std::chrono::seconds(2)});
+  init_process_group({.engine = "gloo", .timeout = std::chrono::seconds(2)});
   auto& channel = mesh::World::current()->channel();
   barrier();
   if (rank() == 1) {

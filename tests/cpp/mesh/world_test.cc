@@ -47,8 +47,9 @@ TEST(World, FakeEngineTakesAnyPlaceInAnyWorld) {
 }
 
 TEST(World, RefusesBadOptions) {
-  EXPECT_NE(message_of<NotSupported>([] { init_process_group({.engine = "pigeon"}); }).find("fake, gloo, inproc"),
-            std::string::npos);
+  EXPECT_NE(
+      message_of<NotSupported>([] { init_process_group({.engine = "pigeon"}); }).find("auto, fake, gloo, inproc, shm"),
+      std::string::npos);
   EXPECT_THROW(init_process_group({.rank = 1}), InvalidArgument);
   EXPECT_THROW(init_process_group({.world_size = 2}), InvalidArgument);
   EXPECT_THROW(init_process_group({.rank = 2, .world_size = 2}), InvalidArgument);

@@ -1,0 +1,56 @@
+#pragma once
+#include <chrono>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "comm/backends/shm/board.h"
+#include "comm/backends/shm/segment.h"
+#include "comm/channel.h"
+
+namespace fsdp::comm::shm {
+
+/// Every rank's segment, mapped here: this rank's own for writing, the peers' for reading but for their boards.
+class Peers {
+ public:
+  /// Bytes of a segment that its board takes.
+  static constexpr uint64_t kBoardBytes = (sizeof(Board) + 4095) / 4096 * 4096;
+
+  /// Collective among the members of `rendezvous`, through its store. Empty, on every rank alike, where they do not all
+  /// share one host's memory; `reason` then says why.
+  static std::optional<Peers> meet(const Rendezvous& rendezvous, std::string& reason);
+
+  Peers(Peers&&) noexcept = default;
+  Peers& operator=(Peers&&) noexcept = default;
+  /// Tells the others that this rank posts nothing any more.
+  ~Peers();
+
+  int rank() const { return rank_; }
+  int size() const { return static_cast<int>(segments_.size()); }
+  Board& board(int rank) const { return *reinterpret_cast<Board*>(segments_[rank].data()); }
+  const char* data(int rank) const { return segments_[rank].data(); }
+  char* own_data() const { return segments_[rank_].data(); }
+  uint64_t own_bytes() const { return segments_[rank_].bytes(); }
+
+  /// Blocks until `peer` posted `number`, or until `deadline`: false then. Throws CommError (by way of std::exception)
+  /// once the peer has ended, or closed its channel, without posting it.
+  bool wait_for_post(int peer, uint32_t number, std::chrono::steady_clock::time_point deadline) const;
+
+ private:
+  Peers() = default;
+  bool has_ended(int peer) const;
+
+  int rank_ = 0;
+  std::vector<Segment> segments_;
+  struct Process {
+    int pid = 0;
+    int fd = -1;  // a pidfd; -1 where the kernel has none
+    Process() = default;
+    Process(Process&& other) noexcept;
+    Process& operator=(Process&& other) noexcept;
+    ~Process();
+  };
+  std::vector<Process> processes_;
+};
+
+}  // namespace fsdp::comm::shm
