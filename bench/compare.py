@@ -31,6 +31,14 @@ def find_step_bench(build):
     return max(found, key=os.path.getmtime)
 
 
+def find_package(step_bench):
+    """The Python package of the same build, if that has one."""
+    if step_bench is None:
+        return None
+    folder = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(step_bench))), "python")
+    return folder if glob.glob(os.path.join(folder, "libfsdp", "_C*.so")) else None
+
+
 def parse_args():
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument("--quick", action="store_true", help="the smallest sizes, to see that it works; no figure counts")
@@ -44,7 +52,7 @@ def parse_args():
 def main():
     args = parse_args()
     step_bench = None if args.torch_only else find_step_bench(args.build)
-    bench = Bench(step_bench, os.path.join(args.out, "logs"), args.quick)
+    bench = Bench(step_bench, find_package(step_bench), os.path.join(args.out, "logs"), args.quick)
     os.makedirs(args.out, exist_ok=True)
     report = {"environment": environment.describe(), "quick": args.quick}
     print(tables.machine(report["environment"]), flush=True)

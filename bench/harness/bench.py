@@ -17,16 +17,21 @@ SIDES = {
     "cpp_plain": ("cpp", "plain", None, "gloo"),
     "libfsdp_cpp": ("cpp", "sharded", "cpp_plain", "gloo"),
     "libfsdp_shm": ("cpp", "sharded", "cpp_plain", "shm"),
+    # Takes its engine by itself: shared memory, between ranks of one host.
+    "libfsdp_python": ("torch", "libfsdp", "plain", "gloo"),
 }
 
 
 @dataclass
 class Bench:
     step_bench: str | None  # the C++ program; None leaves its sides out
+    package: str | None  # the folder that holds the Python package; None leaves that side out
     log_dir: str
     quick: bool
 
     def has(self, side):
+        if side == "libfsdp_python":
+            return self.package is not None
         return SIDES[side][0] == "torch" or self.step_bench is not None
 
     def start(self, side, *, ranks=1, engine=None, world=None, label="", flags=(), **config):
@@ -37,7 +42,7 @@ class Bench:
         argv = program + ["--side", mode, "--engine", engine, "--world", str(world or ranks), *flags]
         for key, value in config.items():
             argv += [f"--{key}", str(value)]
-        return RankGroup(f"{side}{label}", argv, ranks=ranks, log_dir=self.log_dir)
+        return RankGroup(f"{side}{label}", argv, ranks=ranks, log_dir=self.log_dir, python_path=self.package)
 
     @contextlib.contextmanager
     def sides(self, names, **config):

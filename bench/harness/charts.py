@@ -10,9 +10,9 @@ import matplotlib.pyplot as plt  # noqa: E402
 from .parts.scale import by_shape  # noqa: E402
 
 COLORS = {"plain": "#9aa0a6", "cpp_plain": "#c5c9cd", "ddp": "#f2a65a", "fsdp2": "#d1495b", "libfsdp_cpp": "#2e86ab",
-          "libfsdp_shm": "#44af69"}
+          "libfsdp_shm": "#44af69", "libfsdp_python": "#7fc8a9"}
 NAMES = {"plain": "plain", "cpp_plain": "plain C++", "ddp": "DDP", "fsdp2": "FSDP2", "libfsdp_cpp": "libfsdp C++",
-         "libfsdp_shm": "libfsdp C++\nshared memory"}
+         "libfsdp_shm": "libfsdp C++\nshared memory", "libfsdp_python": "libfsdp Python\nshared memory"}
 
 
 def bars(ax, labels, values, colors):
@@ -24,7 +24,7 @@ def bars(ax, labels, values, colors):
 
 def host_cost(section):
     fig, ax = plt.subplots(figsize=(5, 4))
-    sides = [s for s in ("fsdp2", "libfsdp_cpp") if section.get(f"{s}_us") is not None]
+    sides = [s for s in ("fsdp2", "libfsdp_python", "libfsdp_cpp") if section.get(f"{s}_us") is not None]
     bars(ax, [NAMES[s] for s in sides], [section[f"{s}_us"] for s in sides], [COLORS[s] for s in sides])
     ax.set(ylabel="extra us per block, forward + backward", title="Host cost of sharding")
     return fig

@@ -25,13 +25,15 @@ def core_of(rank):
 
 
 class RankGroup:
-    def __init__(self, name, argv, *, ranks, log_dir, timeout=600):
+    def __init__(self, name, argv, *, ranks, log_dir, python_path=None, timeout=600):
         self.name = name
         self.timeout = timeout
         os.makedirs(log_dir, exist_ok=True)
         self.logs = [os.path.join(log_dir, f"{name}.rank{rank}.log") for rank in range(ranks)]
         env = dict(os.environ, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), WORLD_SIZE=str(ranks),
                    OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")
+        if python_path:
+            env["PYTHONPATH"] = os.pathsep.join(filter(None, [python_path, env.get("PYTHONPATH")]))
         self.processes = []
         for rank, log in enumerate(self.logs):
             core = core_of(rank)

@@ -32,6 +32,7 @@ def machine(env):
 
 def host_cost(section):
     rows = [["PyTorch FSDP2", section.get("plain_block_us"), section.get("fsdp2_us")],
+            ["libfsdp Python", section.get("plain_block_us"), section.get("libfsdp_python_us")],
             ["libfsdp C++", section.get("cpp_plain_block_us"), section.get("libfsdp_cpp_us")]]
     title = (f"Host cost: {section['blocks']} blocks of {section['parameters_per_block']} parameters, "
              f"fake {section['ranks']} ranks, us per block")
@@ -40,10 +41,10 @@ def host_cost(section):
 
 
 def step(entries):
-    sides = ["plain", "cpp_plain", "ddp", "fsdp2", "libfsdp_cpp", "libfsdp_shm"]
+    sides = ["plain", "cpp_plain", "ddp", "fsdp2", "libfsdp_cpp", "libfsdp_shm", "libfsdp_python"]
     times = [[e["width"], e["blocks"], e["batch"], *(e[f"{side}_ms"] for side in sides)] for e in entries]
     over = [[e["width"], *(e["over_plain"].get(side) for side in sides[2:])] for e in entries]
-    return (table("Step, 2 ranks over Gloo (libfsdp_shm: over shared memory), ms", ["width", "blocks", "batch", *sides], times) + "\n"
+    return (table("Step, 2 ranks over Gloo (libfsdp_shm, libfsdp_python: over shared memory), ms", ["width", "blocks", "batch", *sides], times) + "\n"
             + table("Step over the plain step of its own language", ["width", *sides[2:]], over))
 
 

@@ -1,4 +1,4 @@
-"""One rank of a PyTorch side: plain, DDP or FSDP2. Serves the driver's commands (see ../README.md, "Protocol")."""
+"""One rank of a Python side: plain, DDP, FSDP2 or libfsdp. Serves the driver's commands (see ../README.md, "Protocol")."""
 
 import argparse
 import json
@@ -9,7 +9,6 @@ import time
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -18,7 +17,7 @@ from harness.torch_models import make_input, make_model  # noqa: E402
 
 def parse_args():
     p = argparse.ArgumentParser()
-    p.add_argument("--side", choices=["plain", "ddp", "fsdp2"], required=True)
+    p.add_argument("--side", choices=["plain", "ddp", "fsdp2", "libfsdp"], required=True)
     p.add_argument("--model", choices=["block", "rows"], default="block")
     p.add_argument("--width", type=int, default=16)
     p.add_argument("--rows", type=int, default=16)
@@ -46,7 +45,11 @@ def join(args):
 def shard(args, model):
     if args.side == "ddp":
         return torch.nn.parallel.DistributedDataParallel(model)
-    if args.side == "fsdp2":
+    if args.side in ("fsdp2", "libfsdp"):
+        if args.side == "fsdp2":
+            from torch.distributed.fsdp import fully_shard
+        else:
+            from libfsdp import fully_shard
         mesh = init_device_mesh("cpu", (args.world,))
         for layer in model:
             fully_shard(layer, mesh=mesh)

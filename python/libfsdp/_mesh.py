@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from . import _C
 
-#: torch's name of a backend -> the engine's.
-_ENGINES = {"gloo": "gloo", "fake": "fake", "threaded": "inproc"}
+#: torch's name of a backend -> the engine's. Where gloo's ranks share a host, their groups take shared memory.
+_ENGINES = {"gloo": "auto", "fake": "fake", "threaded": "inproc"}
 
 
 class _World:

@@ -5,7 +5,7 @@ from statistics import median
 from ..bench import references
 from ..rounds import extra, interleave, verify
 
-NAMES = ["plain", "fsdp2", "cpp_plain", "libfsdp_cpp"]
+NAMES = ["plain", "fsdp2", "libfsdp_python", "cpp_plain", "libfsdp_cpp"]
 WORLD = 8
 
 
@@ -19,7 +19,7 @@ def measure(bench):
     with bench.sides(NAMES, engine="fake", world=WORLD, label=".fake", **config) as groups:
         times = interleave(groups, rounds, warmup, steps)
         copies = groups["fsdp2"].ask("copies")[0]
-    section = {"fsdp2_us": None, "libfsdp_cpp_us": None, "blocks": layers, "parameters_per_block": 16, "width": 16,
+    section = {"fsdp2_us": None, "libfsdp_cpp_us": None, "libfsdp_python_us": None, "blocks": layers, "parameters_per_block": 16, "width": 16,
                "batch": 2, "seq": 8, "engine": "fake", "ranks": WORLD, "rounds": rounds, "steps": steps,
                "values": checked, "values_checked_on": "2 gloo ranks"}
     # Of a block: gathered for forward and for backward, reduced once.
