@@ -181,17 +181,17 @@ def _device(mesh: DeviceMesh) -> torch.device:
 def _managed(modules: list[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     """(path, module) of the modules whose parameters this call takes, each once: not those inside sharded ones."""
     seen: set[nn.Module] = set()
-
-    def visit(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        if module in seen or state_of(module) is not None:
-            return
-        seen.add(module)
-        yield path, module
-        for name, child in module.named_children():
-            yield from visit(f"{path}.{name}" if path else name, child)
-
     for i, top in enumerate(modules):
-        yield from visit("" if len(modules) == 1 else str(i), top)
+        yield from _visit("" if len(modules) == 1 else str(i), top, seen)
+
+
+def _visit(path: str, module: nn.Module, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    if module in seen or state_of(module) is not None:
+        return
+    seen.add(module)
+    yield path, module
+    for name, child in module.named_children():
+        yield from _visit(f"{path}.{name}" if path else name, child, seen)
 
 
 def _find(modules: list[nn.Module], ignored: set[nn.Parameter]) -> list[_Found]:

@@ -13,7 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from . import _C
-from ._tensors import cast_floating
+from ._tensors import cast_floating, tensors_in
+
+_INNER, _OUTERMOST = _C.LEFT_INNER, _C.LEFT_OUTERMOST
 
 #: In a module's __dict__.
 _KEY = "_libfsdp_state"
@@ -95,6 +97,7 @@ class FSDPState:
                 parents[state] = self  # its modules lie in several groups: inside none of them but the outermost
         for state in states:
             state._name(paths)
+            state._check_materialized()
             if state._auto_reshard:
                 state.group.reshard_after_forward = state is not self
         indices = {state: i for i, state in enumerate(states)}
@@ -110,15 +113,8 @@ class FSDPState:
     def _walk(self) -> Iterator[tuple[str, nn.Module, FSDPState]]:
         """(path, module, the innermost state around it) of all modules at and below this state's."""
         tops = self.modules
-
-        def visit(path: str, module: nn.Module, enclosing: FSDPState) -> Iterator[tuple[str, nn.Module, FSDPState]]:
-            yield path, module, enclosing
-            state = state_of(module)
-            for name, child in module.named_children():
-                yield from visit(f"{path}.{name}" if path else name, child, state or enclosing)
-
         for i, top in enumerate(tops):
-            yield from visit("" if len(tops) == 1 else str(i), top, self)
+            yield from _visit("" if len(tops) == 1 else str(i), top, self)
 
     def _name(self, paths: dict[nn.Module, str]) -> None:
         def dotted(ref: weakref.ref[nn.Module], name: str) -> str:
@@ -127,6 +123,15 @@ class FSDPState:
 
         own = [paths.get(module, "?") for module in self.modules]
         self.group.set_name(", ".join(own), [dotted(ref, name) for ref, name in self._homes])
+
+    def _check_materialized(self) -> None:
+        names = self.group.parameter_names
+        missing = [name for i, name in enumerate(names) if self.group.shard(i).is_meta]
+        if missing:
+            raise RuntimeError(
+                f"libfsdp: parameters are still on the meta device: {', '.join(missing)}. Give them storage and values "
+                "before the first forward: module.to_empty(device=...), then initialise or load them"
+            )
 
     def ready(self) -> _C.Group:
         """The group, as part of a model."""
@@ -148,12 +153,23 @@ class FSDPState:
         return args, kwargs
 
     def post_forward(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        if self.group.leave():
+        left = self.group.leave()
+        if left == _OUTERMOST:
+            self._watch(output)
+        elif left != _INNER:
             _add_note(f"libfsdp: in the forward of group '{self.group.name}'")
             return output
         if self.policy.output_dtype is not None:
             output = cast_floating(output, self.policy.output_dtype)
         return output
+
+    def _watch(self, output: Any) -> None:
+        if isinstance(output, torch.Tensor):
+            if output.requires_grad:
+                self.group.watch([output])
+        elif torch.is_grad_enabled():
+            tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+            self.group.watch(tensors)
 
     # --- settings ---------------------------------------------------------------------------------------------------
 
@@ -210,6 +226,13 @@ class FSDPState:
 
     def post_backward(self) -> None:
         """Nothing: gradients are reduced when they are complete, and all of them by the end of a backward."""
+
+
+def _visit(path: str, module: nn.Module, enclosing: FSDPState) -> Iterator[tuple[str, nn.Module, FSDPState]]:
+    yield path, module, enclosing
+    state = state_of(module) or enclosing
+    for name, child in module.named_children():
+        yield from _visit(f"{path}.{name}" if path else name, child, state)
 
 
 def _add_note(text: str) -> None:

@@ -51,6 +51,18 @@ def _replaced(value: Any, changed: dict[str, Any]) -> Any:
     return copied
 
 
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Every tensor in ``value``, in order."""
+    found: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(note, value)
+    return found
+
+
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
     """``value`` with every floating-point tensor in it in ``dtype``."""
     return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value)

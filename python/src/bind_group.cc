@@ -80,6 +80,10 @@ const char* gather_state(Group& group) {
 }  // namespace
 
 void bind_group(py::module_& module) {
+  // Numbers and not an enum type: this is read in every hook.
+  module.attr("LEFT_INNER") = static_cast<int>(Group::Left::kInner);
+  module.attr("LEFT_OUTERMOST") = static_cast<int>(Group::Left::kOutermost);
+  module.attr("LEFT_FAILED") = static_cast<int>(Group::Left::kFailed);
   py::class_<Group> type(module, "Group", "What one call of fully_shard made.");
   type.def(py::init(&make_group), py::arg("names"), py::arg("params"), py::arg("mesh"), py::arg("param_dtype"),
            py::arg("reduce_dtype"), "Copies this rank's rows of `params`. Collective.")
@@ -90,10 +94,13 @@ void bind_group(py::module_& module) {
       .def("set_shared", &Group::set_shared)
       .def("set_name", &Group::set_name, py::arg("name"), py::arg("params"))
       .def_property_readonly("name", [](Group& group) { return group.engine().name(); })
+      .def_property_readonly("parameter_names", &Group::parameter_names)
       .def_property_readonly("state", &gather_state, "'sharded', 'gathering' or 'unsharded'.")
       .def_property_readonly("arranged", [](Group& group) { return bool(group.engine().shared_context()); })
       .def("enter", &Group::enter)
-      .def("leave", &Group::leave)
+      .def(
+          "leave", [](Group& group) { return static_cast<int>(group.leave()); }, "One of the LEFT_ numbers.")
+      .def("watch", &Group::watch, py::arg("outputs"))
       .def("unshard", &Group::unshard, py::arg("wait"))
       .def("reshard", &Group::reshard)
       .def("reset", &Group::reset)

@@ -51,16 +51,19 @@ void Group::attach() {
 
 void Group::place(size_t i, py::object user, std::vector<Place> places) {
   auto& param = *params_.at(i);
-  param.user = std::move(user);
-  param.spec = param.user.attr("_spec");
-  param.user.attr("_local_tensor") = param.local;
   param.places = std::move(places);
-  param.show(param.user);
+  param.set_user(std::move(user));
 }
 
 void Group::set_name(const std::string& name, const std::vector<std::string>& params) {
   group_->set_name(name.empty() ? "(root)" : name);
   for (size_t i = 0; i < params_.size(); ++i) params_[i]->engine->set_name(params.at(i));
+}
+
+std::vector<std::string> Group::parameter_names() const {
+  std::vector<std::string> names;
+  for (const auto& param : params_) names.push_back(param->engine->name());
+  return names;
 }
 
 // --- forward --------------------------------------------------------------------------------------------------------
@@ -78,11 +81,12 @@ void Group::enter() {
   if (uses_++ > 0) return;
   try {
     auto& context = group_->context();
-    if (!context.whole_here()) adopt_all();
+    outermost_ = !context.whole_here();
+    if (outermost_) adopt_all();
     for (auto& param : params_) param->engine->sync_requires_grad();
     // Of several modules that make one group, only one that is called by itself is a forward of its own. Inside
     // another forward their end closes nothing: the next touch of another group does.
-    entered_ = !several_ || !context.whole_here();
+    entered_ = !several_ || outermost_;
     without_gil([&] {
       if (entered_) context.enter_forward(*group_);
       if (params_.empty()) return;
@@ -101,29 +105,31 @@ void Group::enter() {
   }
 }
 
-bool Group::leave() {
-  if (idle()) return false;
+Group::Left Group::leave() {
+  if (idle()) return Left::kInner;
   auto* error = handled_exception();
   const bool failed = error && error != handled_;
-  if (--uses_ > 0) return failed;
+  if (--uses_ > 0) return failed ? Left::kFailed : Left::kInner;
   show_sharded();
-  if (!std::exchange(entered_, false)) return failed;
-  if (failed) {
-    const auto what = text_of(error);
-    without_gil([&] { group_->context().fail_forward(*group_, what); });
-  } else {
-    without_gil([&] { group_->context().leave_forward(*group_); });
+  if (std::exchange(entered_, false)) {
+    if (failed) {
+      const auto what = text_of(error);
+      without_gil([&] { group_->context().fail_forward(*group_, what); });
+    } else {
+      without_gil([&] { group_->context().leave_forward(*group_); });
+    }
   }
-  return failed;
+  return failed ? Left::kFailed : outermost_ ? Left::kOutermost : Left::kInner;
 }
 
 void Group::show_whole() {
+  if (whole_) return;
   for (auto& param : params_) param->show(param->whole);
   whole_ = true;
 }
 
 void Group::show_sharded() {
-  if (!whole_ || !idle()) return;
+  if (!whole_ || !idle() || in_backward_) return;
   for (auto& param : params_) param->show(param->user);
   whole_ = false;
 }
@@ -149,7 +155,7 @@ void Group::reset() {
     if (!each) continue;
     auto& group = of(*each);
     group.uses_ = 0;
-    group.entered_ = false;
+    group.entered_ = group.in_backward_ = false;
     group.show_sharded();
   }
 }
@@ -199,9 +205,7 @@ bool Group::adopt() {
   for (auto& [param, found] : changed) {
     auto local = THPVariable_Unpack(local_of(found, param->engine->name()).ptr());
     if (!local.is_same(param->engine->shard())) param->engine->shard().copy_(local);
-    found.attr("_local_tensor") = param->local;
-    param->user = found;
-    param->show(param->user);
+    param->set_user(found);
   }
   return true;
 }
@@ -217,8 +221,7 @@ void Group::rebuild() {
     // Sizes, dtype and device for the new group, and no bytes: the rows are copied below.
     wholes.push_back(at::zeros({1}, locals.back().options()).expand(param->engine->sizes()));
   }
-  std::vector<std::string> shown;
-  for (auto& param : params_) shown.push_back(param->engine->name());
+  const auto shown = parameter_names();
   auto old = std::move(group_);
   without_gil([&] { group_ = make_engine(wholes, old->mesh()); });
   attach();
@@ -227,10 +230,7 @@ void Group::rebuild() {
   for (size_t i = 0; i < params_.size(); ++i) {
     auto& param = *params_[i];
     param.engine->shard().copy_(locals[i]);
-    param.user = users[i];
-    param.spec = param.user.attr("_spec");
-    param.user.attr("_local_tensor") = param.local;
-    param.show(param.user);
+    param.set_user(users[i]);
   }
   if (!old->shared_context()) return;
   auto groups = old->context().groups();

@@ -29,6 +29,7 @@ class Group {
   engine::ParamGroup& engine() { return *group_; }
   static Group& of(engine::ParamGroup& group) { return *static_cast<Group*>(group.face); }
   size_t size() const { return params_.size(); }
+  std::vector<std::string> parameter_names() const;
   /// This rank's rows of the i-th parameter, in the order of the names.
   const at::Tensor& shard(size_t i) const { return params_.at(i)->engine->shard(); }
 
@@ -44,8 +45,19 @@ class Group {
   /// ranks. Nests.
   void enter();
   /// It ended, or threw what is being handled now.
-  /// True if it threw.
-  bool leave();
+  enum class Left {
+    kInner,      // the model's forward goes on
+    kOutermost,  // it is over; see watch()
+    kFailed,     // it threw
+  };
+  Left leave();
+
+  // --- backward ---------------------------------------------------------------------------------------------------
+  /// A backward that comes to one of `outputs` shows the parameters of the whole model as the whole while it runs:
+  /// modules may be called again inside of it (a checkpoint within a module). Nothing is gathered before it is read.
+  void watch(const std::vector<at::Tensor>& outputs);
+  void show_in_backward();
+  void end_backward();
 
   // --- by hand ----------------------------------------------------------------------------------------------------
   void unshard(bool wait);
@@ -75,9 +87,12 @@ class Group {
   std::vector<std::unique_ptr<ShownParam>> params_;  // in the order of names_
   std::unique_ptr<engine::ParamGroup> group_;        // after params_: its slots read them
   bool several_ = false;
-  bool whole_ = false;           // the modules show the whole
-  int uses_ = 0;                 // forwards under way
-  bool entered_ = false;         // the engine knows of them
+  bool whole_ = false;                                             // the modules show the whole
+  int uses_ = 0;                                                   // forwards under way
+  bool in_backward_ = false;                                       // a backward wants that
+  bool outermost_ = false;                                         // the first of the forwards under way is the model's
+  bool entered_ = false;                                           // the engine knows of them
+  std::shared_ptr<Group*> self_ = std::make_shared<Group*>(this);  // for hooks that may outlive the group
   PyObject* handled_ = nullptr;  // what was being handled when the first of them began; only compared
 };
 

@@ -42,12 +42,18 @@ class DTensorSlot : public engine::Slot {
     py::gil_scoped_acquire gil;
     auto& gradient = user().mutable_grad();
     if (gradient.defined()) {
-      const auto held = py::reinterpret_steal<py::object>(THPVariable_Wrap(gradient));
-      const auto& name = param_.engine->name();
-      auto rows = THPVariable_Unpack(local_of(held, name + ".grad").ptr());
+      auto held = py::reinterpret_steal<py::object>(THPVariable_Wrap(gradient));
+      const auto name = param_.engine->name() + ".grad";
+      const auto placements = param_.spec.attr("placements");
+      if (is_dtensor(held) && !held.attr("placements").equal(placements)) {
+        // What autograd made of an operator on the DTensor itself (a penalty on the weights) lies as it came.
+        held = held.attr("redistribute")(py::none(), placements);
+        gradient = THPVariable_Unpack(held.ptr());
+      }
+      auto rows = THPVariable_Unpack(local_of(held, name).ptr());
       if (rows.sizes() != local.sizes()) {
         throw InvalidArgument("libfsdp: '" + name +
-                              ".grad' has other sizes on this rank than its parameter; set it "
+                              "' has other sizes on this rank than its parameter; set it "
                               "to None before backward");
       }
       rows.add_(local);
@@ -96,6 +102,16 @@ void ShownParam::attach(engine::ShardedParam& param) {
   whole = py::reinterpret_steal<py::object>(THPVariable_Wrap(param.leaf()));
   py::setattr(whole, "__class__", names().parameter);
   param.set_slot(std::make_unique<DTensorSlot>(*this));
+}
+
+void ShownParam::set_user(py::object parameter) {
+  user = std::move(parameter);
+  user.attr(names().local_tensor) = local;
+  // Operators on a DTensor count a write on it alone. Shard and leaf must see it (note: one version counter).
+  const auto& counter = engine->shard().unsafeGetTensorImpl()->version_counter();
+  THPVariable_Unpack(user.ptr()).unsafeGetTensorImpl()->set_version_counter(counter);
+  spec = user.attr("_spec");
+  show(user);
 }
 
 void ShownParam::show(const py::object& value) const {

@@ -31,6 +31,8 @@ struct ShownParam {
 
   /// Takes `engine`'s tensors: fills local and whole, and gives the engine its slot.
   void attach(engine::ShardedParam& param);
+  /// From now on `parameter`, a DTensor, is what users hold: over the engine's shard, in all places.
+  void set_user(py::object parameter);
   void show(const py::object& value) const;
   /// True if the modules and the DTensor are as this group left them.
   bool unchanged() const;

@@ -1,0 +1,65 @@
+// Group's part in a backward.
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/function_hook.h>
+
+#include "group.h"
+
+namespace fsdp::python {
+namespace {
+
+/// On the node that made an output of the model. Not a hook on the tensor: a user's register_hook replaces those.
+struct ShowHook : torch::autograd::FunctionPreHook {
+  explicit ShowHook(std::weak_ptr<Group*> g) : group(std::move(g)) {}
+  torch::autograd::variable_list operator()(const torch::autograd::variable_list& gradients) override {
+    py::gil_scoped_acquire gil;  // groups are destroyed with it held
+    if (const auto alive = group.lock()) (*alive)->show_in_backward();
+    return gradients;
+  }
+  std::weak_ptr<Group*> group;
+};
+
+/// Lives in the graph task of a backward, as its final callback's capture: the task drops it, run or not, so that what
+/// a backward showed goes when it ended and when it threw.
+struct Showing {
+  ~Showing() { end(); }
+  void end() {
+    if (groups.empty()) return;
+    py::gil_scoped_acquire gil;
+    for (const auto& group : groups) {
+      if (const auto alive = group.lock()) (*alive)->end_backward();
+    }
+    groups.clear();
+  }
+  std::vector<std::weak_ptr<Group*>> groups;
+};
+
+}  // namespace
+
+void Group::watch(const std::vector<at::Tensor>& outputs) {
+  for (const auto& output : outputs) {
+    if (const auto& node = output.grad_fn()) node->add_pre_hook(std::make_unique<ShowHook>(self_));
+  }
+}
+
+void Group::show_in_backward() {
+  if (in_backward_ || !group_->shared_context()) return;
+  auto showing = std::make_shared<Showing>();
+  for (auto* each : group_->context().groups()) {
+    if (!each) continue;
+    auto& group = of(*each);
+    if (group.in_backward_) continue;
+    group.show_whole();
+    group.in_backward_ = true;
+    showing->groups.push_back(group.self_);
+  }
+  torch::autograd::Engine::get_default_engine().queue_callback([showing] { showing->end(); });
+}
+
+void Group::end_backward() {
+  in_backward_ = false;
+  show_sharded();
+}
+
+}  // namespace fsdp::python

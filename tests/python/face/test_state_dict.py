@@ -1,0 +1,217 @@
+"""State dicts, conversions, and parameters that are made on the meta device."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from libfsdp import fully_shard
+from models import Stack, Tied, batches, loss_of
+from parity import full, shard_blocks
+from ranks import on_ranks
+
+
+def made(make=Stack, seed=0, **options):
+    torch.manual_seed(seed)
+    return shard_blocks(make(), fully_shard, **options)
+
+
+def whole(model):
+    return {name: full(value).clone() for name, value in model.state_dict().items()}
+
+
+def trained(model, rank, world, steps=1, optimizer=None):
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(steps):
+        loss_of(model(batches(world, step)[rank])).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("make", [Stack, Tied])
+def test_round_trip(rank, world, make, assign):
+    source = made(make)
+    trained(source, rank, world)
+    state = source.state_dict()
+    assert all(isinstance(value, DTensor) for value in state.values())
+    target = made(make, seed=1)
+    target(batches(world, 0)[rank])
+    assert target.load_state_dict(state, assign=assign, strict=True).missing_keys == []
+    expected = whole(source)
+    for name, value in whole(target).items():
+        assert torch.equal(value, expected[name]), name
+    x = batches(world, 7)[rank]
+    torch.testing.assert_close(target(x), source(x))
+    # What was loaded is the target's own: training it leaves the source alone, and goes on as the source would.
+    trained(target, rank, world)
+    for name, value in whole(source).items():
+        assert torch.equal(value, expected[name]), name
+    trained(source, rank, world)
+    expected = whole(source)
+    for name, value in whole(target).items():
+        torch.testing.assert_close(value, expected[name], msg=name)
+
+
+@on_ranks(2)
+def test_strict(rank):
+    model = made()
+    state = model.state_dict()
+    state.pop("head.bias")
+    state["other"] = torch.ones(1)
+    with pytest.raises(RuntimeError, match="Missing key.*head.bias"):
+        model.load_state_dict(state)
+    assert model.load_state_dict(state, strict=False).unexpected_keys == ["other"]
+
+
+@on_ranks(2)
+def test_assigning_what_does_not_fit_is_refused():
+    model = made()
+    state = model.state_dict()
+    state["shift"] = torch.zeros(6)
+    with pytest.raises(ValueError, match="'shift'"):
+        model.load_state_dict(state, assign=True)
+
+
+@on_ranks(2, 3)
+def test_meta_device(rank, world):
+    source = made()
+    with torch.device("meta"):
+        model = Stack()
+    shard_blocks(model, fully_shard)
+    assert all(param.device.type == "meta" and isinstance(param, DTensor) for param in model.parameters())
+    model.to_empty(device="cpu")
+    mesh = model.head.weight.device_mesh
+    state = {name: distribute_tensor(value, mesh, model.get_parameter(name).placements)
+             for name, value in whole(source).items()}
+    model.load_state_dict(state)
+    x = batches(world, 0)[rank]
+    torch.testing.assert_close(model(x), source(x))
+    trained(model, rank, world)
+    trained(source, rank, world)
+    expected = whole(source)
+    for name, value in whole(model).items():
+        torch.testing.assert_close(value, expected[name], msg=name)
+
+
+@on_ranks(2)
+def test_meta_device_with_reset_parameters(rank, world):
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    fully_shard(model[1])
+    fully_shard(model)
+    model.to_empty(device="cpu")
+    for module in model:
+        nn.init.ones_(module.weight)
+        nn.init.zeros_(module.bias)
+    assert torch.equal(model(torch.ones(1, 6)), torch.full((1, 6), 36.0))
+
+
+@on_ranks(2)
+def test_a_forward_on_the_meta_device_is_refused():
+    with torch.device("meta"):
+        model = nn.Linear(4, 4)
+    fully_shard(model)
+    with pytest.raises(RuntimeError, match="meta device.*weight"):
+        model(torch.ones(1, 4))
+
+
+@on_ranks(2)
+def test_assigned_from_the_meta_device(rank, world):
+    source = made()
+    with torch.device("meta"):
+        model = Stack()
+    shard_blocks(model, fully_shard)
+    mesh = model.head.weight.device_mesh
+    model.load_state_dict({name: distribute_tensor(value, mesh, model.get_parameter(name).placements)
+                           for name, value in whole(source).items()}, assign=True)
+    x = batches(world, 0)[rank]
+    torch.testing.assert_close(model(x), source(x))
+
+
+@on_ranks(2)
+def test_conversion(rank, world):
+    model = made()
+    loss_of(model(batches(world, 0)[rank])).backward()
+    model.double()
+    assert all(param.dtype == torch.float64 and param.grad.dtype == torch.float64 for param in model.parameters())
+    x = batches(world, 0, torch.float64)[rank]
+    torch.manual_seed(0)
+    plain = Stack().double()
+    torch.testing.assert_close(model(x), plain(x))
+    trained(model.float(), rank, world)
+    assert all(param.dtype == torch.float32 for param in model.parameters())
+
+
+@on_ranks(2)
+def test_writes_to_parameters_between_steps(rank, world):
+    model = made()
+    model.set_reshard_after_forward(False)
+    model.set_reshard_after_backward(False)
+    x = batches(world, 0)[rank]
+    loss_of(model(x)).backward()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(0.5)
+    first = model(x)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.to_local().fill_(0.25)
+    assert not torch.equal(model(x), first)
+    torch.manual_seed(0)
+    plain = Stack()
+    nn.utils.vector_to_parameters(torch.full((sum(p.numel() for p in plain.parameters()),), 0.25), plain.parameters())
+    torch.testing.assert_close(model(x), plain(x))
+
+
+@on_ranks(2, 3)
+def test_torchs_distributed_state_dicts(rank, world):
+    source, target = made(), made(seed=1)
+    optimizer = trained(source, rank, world, steps=2)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    model_state = get_model_state_dict(source, options=options)
+    optimizer_state = copy.deepcopy(get_optimizer_state_dict(source, optimizer))  # loading does not copy
+    if rank == 0:
+        file = io.BytesIO()
+        torch.save(model_state, file)
+        file.seek(0)
+        assert torch.load(file).keys() == source.state_dict().keys()
+    other = torch.optim.AdamW(target.parameters(), lr=1e-2)
+    broadcast = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(target, model_state, options=broadcast)
+    set_optimizer_state_dict(target, other, optimizer_state)
+    trained(source, rank, world, optimizer=optimizer)
+    trained(target, rank, world, optimizer=other)
+    expected = whole(source)
+    for name, value in whole(target).items():
+        torch.testing.assert_close(value, expected[name], msg=lambda m: f"{name}: {m}")
+
+
+@on_ranks(2)
+def test_torchs_distributed_checkpoint(rank, world):
+    import tempfile
+
+    import torch.distributed.checkpoint as checkpoint
+
+    source, target = made(), made(seed=1)
+    trained(source, rank, world)
+    folder = [tempfile.mkdtemp() if rank == 0 else None]
+    torch.distributed.broadcast_object_list(folder)
+    checkpoint.save({"model": source.state_dict()}, checkpoint_id=folder[0])
+    state = {"model": target.state_dict()}
+    checkpoint.load(state, checkpoint_id=folder[0])
+    expected = whole(source)
+    for name, value in whole(target).items():
+        assert torch.equal(value, expected[name]), name
