@@ -225,7 +225,12 @@ class FSDPState:
         return self if len(self.group) else None
 
     def post_backward(self) -> None:
-        """Nothing: gradients are reduced when they are complete, and all of them by the end of a backward."""
+        """Nothing by itself: :meth:`_root_post_backward_final_callback` reduces all groups of the model."""
+
+    def _root_post_backward_final_callback(self) -> None:
+        """Reduces what backwards with ``set_requires_gradient_sync(False)`` left, without another backward: a pipeline calls
+        it after its last one. Collective."""
+        self.ready().reduce_held()
 
 
 def _visit(path: str, module: nn.Module, enclosing: FSDPState) -> Iterator[tuple[str, nn.Module, FSDPState]]:

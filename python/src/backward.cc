@@ -1,5 +1,9 @@
 // Group's part in a backward.
+#include <ATen/core/grad_mode.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/zeros.h>
+#include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>
@@ -18,6 +22,16 @@ struct ShowHook : torch::autograd::FunctionPreHook {
     return gradients;
   }
   std::weak_ptr<Group*> group;
+};
+
+/// Begins a backward of the group's model.
+struct BeginHook : torch::autograd::FunctionPreHook {
+  explicit BeginHook(engine::ParamGroup& g) : group(g) {}
+  torch::autograd::variable_list operator()(const torch::autograd::variable_list& gradients) override {
+    group.context().need(group);
+    return gradients;
+  }
+  engine::ParamGroup& group;
 };
 
 /// Lives in the graph task of a backward, as its final callback's capture: the task drops it, run or not, so that what
@@ -55,6 +69,16 @@ void Group::show_in_backward() {
     showing->groups.push_back(group.self_);
   }
   torch::autograd::Engine::get_default_engine().queue_callback([showing] { showing->end(); });
+}
+
+void Group::reduce_held() {
+  if (params_.empty()) return;
+  py::gil_scoped_release release;
+  // Reductions belong to a backward: its end is where ranks agree on what is left. So this is one, of nothing.
+  at::AutoGradMode recording(true);
+  const auto end = at::zeros({}).requires_grad_(true).clone();
+  end.grad_fn()->add_pre_hook(std::make_unique<BeginHook>(*group_));
+  torch::autograd::backward({end}, {at::ones({})});
 }
 
 void Group::end_backward() {

@@ -100,6 +100,7 @@ void bind_group(py::module_& module) {
       .def("enter", &Group::enter)
       .def(
           "leave", [](Group& group) { return static_cast<int>(group.leave()); }, "One of the LEFT_ numbers.")
+      .def("reduce_held", &Group::reduce_held)
       .def("watch", &Group::watch, py::arg("outputs"))
       .def("unshard", &Group::unshard, py::arg("wait"))
       .def("reshard", &Group::reshard)

@@ -58,6 +58,8 @@ class Group {
   void watch(const std::vector<at::Tensor>& outputs);
   void show_in_backward();
   void end_backward();
+  /// Reduces the gradients that backwards without synchronisation left on this rank. Collective.
+  void reduce_held();
 
   // --- by hand ----------------------------------------------------------------------------------------------------
   void unshard(bool wait);

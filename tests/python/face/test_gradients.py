@@ -299,3 +299,25 @@ def test_optimizers_see_dtensors_and_clipping_is_global(rank, world):
     for state in optimizer.state.values():
         assert isinstance(state["exp_avg"], DTensor)
     assert torch.distributed.tensor.Shard(0) in next(iter(optimizer.state.values()))["exp_avg"].placements
+
+
+@on_ranks(2)
+def test_reduction_after_the_last_backward_as_pipelines_do_it(rank, world):
+    plain, model = pair()
+    for micro in range(3):
+        inputs = batches(world, micro)
+        model.set_is_last_backward(False)
+        model.set_reshard_after_backward(False)
+        model.set_requires_gradient_sync(False)
+        loss_of(model(inputs[rank])).backward()
+        sum(loss_of(plain(x)) / world for x in inputs).backward()
+    model.set_is_last_backward(True)
+    model.set_reshard_after_backward(True)
+    model.set_requires_gradient_sync(True)
+    state = fully_shard.state(model)
+    for each in state._state_ctx.all_states:
+        for group in each._fsdp_param_groups:
+            group.post_backward()
+    state._root_post_backward_final_callback()
+    assert_gradients(model, plain)
+    assert {each.group.state for each in state._state_ctx.all_states} == {"sharded"}
