@@ -15,11 +15,13 @@ from . import _version_check  # noqa: F401  (first: explains what an import of _
 
 from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 
-from ._C import version as __version__
+from . import _C
 from ._fully_shard import fully_shard
 from ._install import install, uninstall
 from ._module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
 from ._paths import cmake_prefix_path
+
+__version__: str = _C.version()
 
 __all__ = [
     "CPUOffloadPolicy",

@@ -29,12 +29,6 @@ DeviceMesh make_mesh(const std::shared_ptr<mesh::World>& world, const c10::Devic
 
 void bind_mesh(py::module_& module) {
   module.def("engines", &comm::engines, "Names of the engines that this build knows.");
-  py::class_<mesh::World, std::shared_ptr<mesh::World>>(module, "World", "The ranks of a process group.")
-      .def(py::init(&make_world), py::arg("engine"), py::arg("store"), py::arg("rank"), py::arg("size"),
-           py::arg("timeout_seconds"))
-      .def("mesh", &make_mesh, py::arg("device"), py::arg("shape"), py::arg("names"), py::arg("ranks"),
-           "A mesh over `ranks` (row-major), this one included. Channels are opened on first use and shared by what "
-           "is sharded on the mesh.");
   py::class_<DeviceMesh>(module, "Mesh", "Ranks arranged in axes, and the channels among them.")
       .def_property_readonly("size", &DeviceMesh::size)
       .def(
@@ -44,6 +38,12 @@ void bind_mesh(py::module_& module) {
           },
           py::arg("subject"), py::arg("lines"), py::call_guard<py::gil_scoped_release>(),
           "Compares `lines` over the ranks of the mesh; ValueError on all of them where two differ. Collective.");
+  py::class_<mesh::World, std::shared_ptr<mesh::World>>(module, "World", "The ranks of a process group.")
+      .def(py::init(&make_world), py::arg("engine"), py::arg("store"), py::arg("rank"), py::arg("size"),
+           py::arg("timeout_seconds"))
+      .def("mesh", &make_mesh, py::arg("device"), py::arg("shape"), py::arg("names"), py::arg("ranks"),
+           "A mesh over `ranks` (row-major), this one included. Channels are opened on first use and shared by what "
+           "is sharded on the mesh.");
 }
 
 }  // namespace fsdp::python

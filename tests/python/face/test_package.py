@@ -68,3 +68,10 @@ def test_the_source_folder_says_what_it_is(tmp_path):
 def test_version_is_the_projects():
     cmake = (SOURCE.parents[1] / "CMakeLists.txt").read_text()
     assert f"project(fsdp VERSION {libfsdp.__version__} " in cmake
+
+
+def test_stubs_are_those_of_the_extension(tmp_path):
+    """To make them again: PYTHONPATH=build/release/python python -m pybind11_stubgen libfsdp._C -o python"""
+    subprocess.run([sys.executable, "-m", "pybind11_stubgen", "libfsdp._C", "-o", str(tmp_path)], check=True)
+    assert (tmp_path / "libfsdp" / "_C.pyi").read_text() == (SOURCE / "_C.pyi").read_text(), (
+        test_stubs_are_those_of_the_extension.__doc__)

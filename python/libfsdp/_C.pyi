@@ -1,0 +1,146 @@
+"""
+The engine of libfsdp. Private to the package.
+"""
+from __future__ import annotations
+import collections.abc
+import torch
+import torch.distributed.distributed_c10d
+import typing
+__all__: list[str] = ['Group', 'LEFT_FAILED', 'LEFT_INNER', 'LEFT_OUTERMOST', 'Mesh', 'World', 'arrange', 'engines', 'torch_version', 'version']
+class Mesh:
+    """
+    Ranks arranged in axes, and the channels among them.
+    """
+    def require_same(self, subject: str, lines: collections.abc.Sequence[str]) -> None:
+        """
+        Compares `lines` over the ranks of the mesh; ValueError on all of them where two differ. Collective.
+        """
+    @property
+    def size(self) -> int:
+        ...
+class World:
+    """
+    The ranks of a process group.
+    """
+    def __init__(self, engine: str, store: torch.distributed.distributed_c10d.Store, rank: typing.SupportsInt | typing.SupportsIndex, size: typing.SupportsInt | typing.SupportsIndex, timeout_seconds: typing.SupportsFloat | typing.SupportsIndex) -> None:
+        ...
+    def mesh(self, device: torch.device, shape: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex], names: collections.abc.Sequence[str], ranks: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex]) -> Mesh:
+        """
+        A mesh over `ranks` (row-major), this one included. Channels are opened on first use and shared by what is sharded on the mesh.
+        """
+class Group:
+    """
+    What one call of fully_shard made.
+    """
+    all_reduce_gradients: bool
+    reshard_after_backward: bool
+    reshard_after_forward: bool
+    sync_gradients: bool
+    def __init__(self, names: collections.abc.Sequence[str], params: collections.abc.Sequence[torch.Tensor], mesh: Mesh, param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None) -> None:
+        """
+        Copies this rank's rows of `params`. Collective.
+        """
+    def __len__(self) -> int:
+        ...
+    def adopt(self) -> bool:
+        """
+        Takes over replaced parameters; False if they have another dtype or device: see rebuild().
+        """
+    def enter(self) -> None:
+        """
+        A forward begins: gathers, and shows the parameters whole. Nests.
+        """
+    def leave(self) -> int:
+        """
+        One of the LEFT_ numbers.
+        """
+    def place(self, i: typing.SupportsInt | typing.SupportsIndex, user: typing.Any, places: collections.abc.Sequence[tuple[dict, str, typing.Any]]) -> None:
+        """
+        Shows the i-th parameter as `user`, a DTensor parameter, at each (table, name, weak reference or None).
+        """
+    def rebuild(self) -> None:
+        """
+        As adopt(), for any dtype and device. Collective.
+        """
+    def reduce_held(self) -> None:
+        """
+        Reduces the gradients that backwards without synchronisation left. Collective.
+        """
+    def reset(self) -> None:
+        """
+        Ends the iteration of the model after an error. Collective.
+        """
+    def reshard(self) -> None:
+        """
+        Frees the whole parameters and shows DTensors.
+        """
+    def set_name(self, name: str, params: collections.abc.Sequence[str]) -> None:
+        """
+        Names of the group and its parameters.
+        """
+    def set_prefetch(self, groups: collections.abc.Sequence[Group], backward: bool) -> None:
+        ...
+    def set_shared(self, several: bool) -> None:
+        """
+        Whether it stands for several modules.
+        """
+    def shard(self, i: typing.SupportsInt | typing.SupportsIndex) -> torch.Tensor:
+        """
+        This rank's rows of the i-th parameter; all share one buffer.
+        """
+    def show_sharded(self) -> None:
+        """
+        Shows DTensors, unless a forward or a backward needs the whole.
+        """
+    def unshard(self, wait: bool) -> None:
+        """
+        Gathers by hand. Collective.
+        """
+    def watch(self, outputs: collections.abc.Sequence[torch.Tensor]) -> None:
+        """
+        A backward from these shows the parameters of the model whole.
+        """
+    @property
+    def divide_factor(self) -> float:
+        ...
+    @divide_factor.setter
+    def divide_factor(self, arg1: typing.SupportsFloat | typing.SupportsIndex) -> None:
+        ...
+    @property
+    def name(self) -> str:
+        ...
+    @property
+    def parameter_names(self) -> list[str]:
+        ...
+    @property
+    def schedule(self) -> list[tuple[str, str, str]]:
+        """
+        (phase, act, group) of the last iteration, in order of issue.
+        """
+    @property
+    def state(self) -> str:
+        """
+        'sharded', 'gathering' or 'unsharded'.
+        """
+    @property
+    def stats(self) -> dict:
+        """
+        Bytes alive and collectives issued by the model of this group.
+        """
+def arrange(groups: collections.abc.Sequence[Group], parents: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex], mesh: Mesh) -> None:
+    """
+    Makes `groups` one model, in module order; the i-th is inside groups[parents[i]], -1 for none. Collective.
+    """
+def engines() -> list[str]:
+    """
+    Names of the engines that this build knows.
+    """
+def torch_version() -> str:
+    """
+    Of the torch that this was built for.
+    """
+def version() -> str:
+    ...
+LEFT_FAILED: int = 2
+LEFT_INNER: int = 0
+LEFT_OUTERMOST: int = 1
