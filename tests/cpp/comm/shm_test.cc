@@ -1,4 +1,5 @@
 #include <signal.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <chrono>
@@ -151,6 +152,7 @@ TEST(ShmErrorThreads, BuffersAndCollectivesMayOutliveTheChannel) {
   run_ranks(2, [](int rank) {
     auto channel = open_here();
     auto in = channel->buffer(64, at::kCPU).view(at::kFloat);
+    const auto spare = channel->buffer(64, at::kCPU).view(at::kFloat);
     in.fill_(1);
     const auto out = at::zeros({8});
     auto pending = channel->reduce_scatter(out, in, shard::Segments(2, 8));
@@ -158,8 +160,9 @@ TEST(ShmErrorThreads, BuffersAndCollectivesMayOutliveTheChannel) {
     pending->wait();
     EXPECT_EQ(out.sum().item<double>(), 16.0);
     pending.reset();
-    in.fill_(2);
-    EXPECT_EQ(in.sum().item<double>(), 32.0);
+    spare.fill_(2);
+    EXPECT_EQ(spare.sum().item<double>(), 32.0);
+    EXPECT_EQ(in.sum().item<double>(), 16.0);  // issued, so not to be written any more
   });
 }
 
@@ -249,6 +252,24 @@ FSDP_PROCESS_BODY(shm_by_itself) {
 }
 
 TEST(ShmChoiceProcs, IsTakenOnOneHost) { run_processes(2, "shm_by_itself"); }
+
+// A data loader's worker, say: what it drops of its parent's objects must not end them for the other ranks.
+FSDP_PROCESS_BODY(shm_fork) {
+  init_process_group({.engine = "shm", .timeout = std::chrono::seconds(30)});
+  barrier();
+  const pid_t child = ::fork();
+  if (child == 0) {
+    mesh::World::set_process_world(nullptr);
+    ::_exit(0);
+  }
+  int status = 1;
+  ::waitpid(child, &status, 0);
+  EXPECT_EQ(status, 0);
+  barrier();
+  destroy_process_group();
+}
+
+TEST(ShmForkProcs, AForkedChildLeavesNothing) { run_processes(2, "shm_fork"); }
 
 FSDP_PROCESS_BODY(shm_killed_peer) {
   init_process_group({.engine = "shm", .timeout = std::chrono::seconds(30)});

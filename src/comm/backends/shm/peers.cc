@@ -83,8 +83,10 @@ Peers::Process::~Process() {
   if (fd >= 0) ::close(fd);
 }
 
-Peers::~Peers() {
-  if (!segments_.empty()) board(rank_).leave();
+Peers::~Peers() { leave(); }
+
+void Peers::leave() {
+  if (!segments_.empty() && segments_[static_cast<size_t>(rank_)].data() && ::getpid() == owner_) board(rank_).leave();
 }
 
 std::optional<Peers> Peers::meet(const Rendezvous& rendezvous, std::string& reason) {
@@ -92,7 +94,8 @@ std::optional<Peers> Peers::meet(const Rendezvous& rendezvous, std::string& reas
   peers.rank_ = rendezvous.rank;
   peers.segments_.resize(static_cast<size_t>(rendezvous.size));
   peers.processes_.resize(static_cast<size_t>(rendezvous.size));
-  Card mine{this_host(), ::getpid()};
+  peers.owner_ = ::getpid();
+  Card mine{this_host(), peers.owner_};
   std::string problem;
   // Whatever goes wrong here is for the others to know too: the verdict below is taken by all.
   try {

@@ -22,8 +22,9 @@ class Peers {
 
   Peers(Peers&&) noexcept = default;
   Peers& operator=(Peers&&) noexcept = default;
-  /// Tells the others that this rank posts nothing any more.
   ~Peers();
+  /// Tells the others that this rank posts nothing any more. Does nothing in a process that was forked from the rank's.
+  void leave();
 
   int rank() const { return rank_; }
   int size() const { return static_cast<int>(segments_.size()); }
@@ -41,6 +42,7 @@ class Peers {
   bool has_ended(int peer) const;
 
   int rank_ = 0;
+  int owner_ = 0;  // this rank's process
   std::vector<Segment> segments_;
   struct Process {
     int pid = 0;

@@ -215,7 +215,7 @@ void ShmChannel::State::fail(std::exception_ptr error) {
 }
 
 void ShmChannel::State::close() {
-  peers_.board(origin_.rank).leave();
+  peers_.leave();
   std::exchange(lent_, {}).clear();
 }
 
