@@ -6,7 +6,7 @@ import collections.abc
 import torch
 import torch.distributed.distributed_c10d
 import typing
-__all__: list[str] = ['Group', 'LEFT_FAILED', 'LEFT_INNER', 'LEFT_OUTERMOST', 'Mesh', 'World', 'arrange', 'engines', 'torch_version', 'version']
+__all__: list[str] = ['Group', 'LEFT_ENDED', 'LEFT_FAILED', 'LEFT_NESTED', 'Mesh', 'World', 'arrange', 'engines', 'torch_version', 'version']
 class Mesh:
     """
     Ranks arranged in axes, and the channels among them.
@@ -74,6 +74,10 @@ class Group:
         """
         Frees the whole parameters and shows DTensors.
         """
+    def set_gathers_in_backward(self, gathers: bool) -> None:
+        """
+        Whether watched outputs do. If not, the first operator that reads a parameter does.
+        """
     def set_name(self, name: str, params: collections.abc.Sequence[str]) -> None:
         """
         Names of the group and its parameters.
@@ -98,7 +102,7 @@ class Group:
         """
     def watch(self, outputs: collections.abc.Sequence[torch.Tensor]) -> None:
         """
-        A backward from these shows the parameters of the model whole.
+        A backward from these gathers the group.
         """
     @property
     def divide_factor(self) -> float:
@@ -141,6 +145,6 @@ def torch_version() -> str:
     """
 def version() -> str:
     ...
+LEFT_ENDED: int = 1
 LEFT_FAILED: int = 2
-LEFT_INNER: int = 0
-LEFT_OUTERMOST: int = 1
+LEFT_NESTED: int = 0

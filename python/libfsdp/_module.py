@@ -122,8 +122,9 @@ class FSDPModule(TorchFSDPModule):
             state.group.reshard_after_backward = reshard_after_backward
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Accepted, and changes nothing: in backward a group is gathered when an operator reads it, so one that backward
-        does not need is not gathered anyway."""
+        """False: backward does not gather this module's group when it comes to the module, only when an operator reads one of
+        its parameters. For modules whose backward needs none of them (an embedding)."""
+        self._get_fsdp_state().group.set_gathers_in_backward(unshard_in_backward)
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Groups to gather right after this one in forward, in this order. ValueError for other modules."""

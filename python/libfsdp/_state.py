@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from . import _C
 from ._tensors import cast_floating, tensors_in
 
-_INNER, _OUTERMOST = _C.LEFT_INNER, _C.LEFT_OUTERMOST
+_NESTED, _ENDED = _C.LEFT_NESTED, _C.LEFT_ENDED
 
 #: In a module's __dict__.
 _KEY = "_libfsdp_state"
@@ -154,9 +154,9 @@ class FSDPState:
 
     def post_forward(self, module: nn.Module, args: tuple, output: Any) -> Any:
         left = self.group.leave()
-        if left == _OUTERMOST:
+        if left == _ENDED:
             self._watch(output)
-        elif left != _INNER:
+        elif left != _NESTED:
             _add_note(f"libfsdp: in the forward of group '{self.group.name}'")
             return output
         if self.policy.output_dtype is not None:

@@ -13,16 +13,29 @@
 namespace fsdp::python {
 namespace {
 
-/// On the node that made an output of the model. Not a hook on the tensor: a user's register_hook replaces those.
-struct ShowHook : torch::autograd::FunctionPreHook {
-  explicit ShowHook(std::weak_ptr<Group*> g) : group(std::move(g)) {}
+/// On the node that made an output of sharded modules. Not a hook on the tensor: a user's register_hook replaces those.
+struct OutputHook : torch::autograd::FunctionPreHook {
   torch::autograd::variable_list operator()(const torch::autograd::variable_list& gradients) override {
     py::gil_scoped_acquire gil;  // groups are destroyed with it held
-    if (const auto alive = group.lock()) (*alive)->show_in_backward();
+    for (const auto& group : groups) {
+      if (const auto alive = group.lock()) (*alive)->begin_backward();
+    }
     return gradients;
   }
-  std::weak_ptr<Group*> group;
+  /// Several where modules return what an inner one made. Outer ones first: opening a group closes what is not around
+  /// it.
+  std::vector<std::weak_ptr<Group*>> groups;
 };
+
+OutputHook& hook_of(torch::autograd::Node& node) {
+  for (const auto& hook : node.pre_hooks()) {
+    if (auto* ours = dynamic_cast<OutputHook*>(hook.get())) return *ours;
+  }
+  auto made = std::make_unique<OutputHook>();
+  auto& hook = *made;
+  node.add_pre_hook(std::move(made));
+  return hook;
+}
 
 /// Begins a backward of the group's model.
 struct BeginHook : torch::autograd::FunctionPreHook {
@@ -53,8 +66,18 @@ struct Showing {
 
 void Group::watch(const std::vector<at::Tensor>& outputs) {
   for (const auto& output : outputs) {
-    if (const auto& node = output.grad_fn()) node->add_pre_hook(std::make_unique<ShowHook>(self_));
+    const auto& node = output.grad_fn();
+    if (!node) continue;
+    auto& groups = hook_of(*node).groups;
+    groups.insert(groups.begin(), self_);
   }
+}
+
+void Group::begin_backward() {
+  show_in_backward();
+  if (!gathers_in_backward_ || params_.empty()) return;
+  py::gil_scoped_release release;
+  group_->context().need(*group_);
 }
 
 void Group::show_in_backward() {

@@ -81,8 +81,8 @@ const char* gather_state(Group& group) {
 
 void bind_group(py::module_& module) {
   // Numbers and not an enum type: this is read in every hook.
-  module.attr("LEFT_INNER") = static_cast<int>(Group::Left::kInner);
-  module.attr("LEFT_OUTERMOST") = static_cast<int>(Group::Left::kOutermost);
+  module.attr("LEFT_NESTED") = static_cast<int>(Group::Left::kNested);
+  module.attr("LEFT_ENDED") = static_cast<int>(Group::Left::kEnded);
   module.attr("LEFT_FAILED") = static_cast<int>(Group::Left::kFailed);
   py::class_<Group> type(module, "Group", "What one call of fully_shard made.");
   type.def(py::init(&make_group), py::arg("names"), py::arg("params"), py::arg("mesh"), py::arg("param_dtype"),
@@ -99,9 +99,11 @@ void bind_group(py::module_& module) {
       .def("enter", &Group::enter, "A forward begins: gathers, and shows the parameters whole. Nests.")
       .def(
           "leave", [](Group& group) { return static_cast<int>(group.leave()); }, "One of the LEFT_ numbers.")
+      .def("set_gathers_in_backward", &Group::set_gathers_in_backward, py::arg("gathers"),
+           "Whether watched outputs do. If not, the first operator that reads a parameter does.")
       .def("reduce_held", &Group::reduce_held,
            "Reduces the gradients that backwards without synchronisation left. Collective.")
-      .def("watch", &Group::watch, py::arg("outputs"), "A backward from these shows the parameters of the model whole.")
+      .def("watch", &Group::watch, py::arg("outputs"), "A backward from these gathers the group.")
       .def("unshard", &Group::unshard, py::arg("wait"), "Gathers by hand. Collective.")
       .def("reshard", &Group::reshard, "Frees the whole parameters and shows DTensors.")
       .def("reset", &Group::reset, "Ends the iteration of the model after an error. Collective.")

@@ -81,12 +81,12 @@ void Group::enter() {
   if (uses_++ > 0) return;
   try {
     auto& context = group_->context();
-    outermost_ = !context.whole_here();
-    if (outermost_) adopt_all();
+    const bool outermost = !context.whole_here();
+    if (outermost) adopt_all();
     for (auto& param : params_) param->engine->sync_requires_grad();
     // Of several modules that make one group, only one that is called by itself is a forward of its own. Inside
     // another forward their end closes nothing: the next touch of another group does.
-    entered_ = !several_ || outermost_;
+    entered_ = !several_ || outermost;
     without_gil([&] {
       if (entered_) context.enter_forward(*group_);
       if (params_.empty()) return;
@@ -106,10 +106,10 @@ void Group::enter() {
 }
 
 Group::Left Group::leave() {
-  if (idle()) return Left::kInner;
+  if (idle()) return Left::kNested;
   auto* error = handled_exception();
   const bool failed = error && error != handled_;
-  if (--uses_ > 0) return failed ? Left::kFailed : Left::kInner;
+  if (--uses_ > 0) return failed ? Left::kFailed : Left::kNested;
   show_sharded();
   if (std::exchange(entered_, false)) {
     if (failed) {
@@ -119,7 +119,7 @@ Group::Left Group::leave() {
       without_gil([&] { group_->context().leave_forward(*group_); });
     }
   }
-  return failed ? Left::kFailed : outermost_ ? Left::kOutermost : Left::kInner;
+  return failed ? Left::kFailed : Left::kEnded;
 }
 
 void Group::show_whole() {

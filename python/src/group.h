@@ -46,17 +46,20 @@ class Group {
   void enter();
   /// It ended, or threw what is being handled now.
   enum class Left {
-    kInner,      // the model's forward goes on
-    kOutermost,  // it is over; see watch()
-    kFailed,     // it threw
+    kNested,  // another use of the group goes on
+    kEnded,   // it is over; see watch()
+    kFailed,  // it threw
   };
   Left leave();
 
   // --- backward ---------------------------------------------------------------------------------------------------
-  /// A backward that comes to one of `outputs` shows the parameters of the whole model as the whole while it runs:
-  /// modules may be called again inside of it (a checkpoint within a module). Nothing is gathered before it is read.
+  /// A backward that comes to one of `outputs` gathers the group, and shows the parameters of the whole model as the
+  /// whole until it ends: modules may be called again inside of it (a checkpoint within a module).
   void watch(const std::vector<at::Tensor>& outputs);
-  void show_in_backward();
+  /// Whether it gathers there. If not, the first operator that reads a parameter does; but code that reads bytes
+  /// without an operator (a compiled graph, an extension's kernel) finds none.
+  void set_gathers_in_backward(bool gathers) { gathers_in_backward_ = gathers; }
+  void begin_backward();
   void end_backward();
   /// Reduces the gradients that backwards without synchronisation left on this rank. Collective.
   void reduce_held();
@@ -80,6 +83,7 @@ class Group {
   std::unique_ptr<engine::ParamGroup> make_engine(const std::vector<at::Tensor>& params, const DeviceMesh& mesh);
   void attach();
   void show_whole();
+  void show_in_backward();
   py::object replacement(const ShownParam& param) const;
   bool idle() const { return uses_ == 0; }
   void adopt_all();
@@ -89,10 +93,10 @@ class Group {
   std::vector<std::unique_ptr<ShownParam>> params_;  // in the order of names_
   std::unique_ptr<engine::ParamGroup> group_;        // after params_: its slots read them
   bool several_ = false;
-  bool whole_ = false;                                             // the modules show the whole
-  int uses_ = 0;                                                   // forwards under way
-  bool in_backward_ = false;                                       // a backward wants that
-  bool outermost_ = false;                                         // the first of the forwards under way is the model's
+  bool whole_ = false;        // the modules show the whole
+  int uses_ = 0;              // forwards under way
+  bool in_backward_ = false;  // a backward wants that
+  bool gathers_in_backward_ = true;
   bool entered_ = false;                                           // the engine knows of them
   std::shared_ptr<Group*> self_ = std::make_shared<Group*>(this);  // for hooks that may outlive the group
   PyObject* handled_ = nullptr;  // what was being handled when the first of them began; only compared

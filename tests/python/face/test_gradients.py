@@ -321,3 +321,41 @@ def test_reduction_after_the_last_backward_as_pipelines_do_it(rank, world):
     state._root_post_backward_final_callback()
     assert_gradients(model, plain)
     assert {each.group.state for each in state._state_ctx.all_states} == {"sharded"}
+
+
+@on_ranks(2)
+def test_unshard_in_backward(rank, world):
+    """An embedding's backward reads no weight: it is gathered for forward alone, if told so."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList([nn.Embedding(8, WIDTH), nn.Linear(WIDTH, WIDTH)])
+
+        def forward(self, x):
+            return self.blocks[1](self.blocks[0]((x.abs() * 10).long() % 8))
+
+    model = shard_blocks(Net(), fully_shard)
+    for wanted, gathers in ((True, ["1", "0"]), (False, ["1"])):
+        model.blocks[0].set_unshard_in_backward(wanted)
+        for _ in range(2):  # the first records the order anew
+            loss_of(model(batches(world, 0)[rank])).backward()
+        schedule = model._get_fsdp_state().group.schedule
+        found = [group for phase, act, group in schedule if phase == "backward" and act == "all-gather"]
+        assert found[:len(gathers)] == [f"blocks.{name}" for name in gathers], schedule
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("whole", [True, False])
+def test_compile(rank, world, backend, whole):
+    plain, model = pair()
+    for block in model.blocks:
+        if not whole:
+            block.compile(backend=backend)
+    called = torch.compile(model, backend=backend) if whole else model
+    for step in range(2):
+        inputs = batches(world, step)
+        loss_of(called(inputs[rank])).backward()
+        sum(loss_of(plain(x)) / world for x in inputs).backward()
+    assert_gradients(model, plain)
