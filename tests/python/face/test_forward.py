@@ -6,6 +6,7 @@ from collections import OrderedDict, namedtuple
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import libfsdp
 from libfsdp import MixedPrecisionPolicy, fully_shard
@@ -296,3 +297,54 @@ def test_an_error_on_one_rank_reaches_the_other(rank, world):
     model.zero_grad()
     loss_of(model(x)).backward()
     assert all(param.grad is not None for param in model.parameters())
+
+
+@on_ranks(2)
+def test_a_module_without_parameters(rank, world):
+    model = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6))
+    for module in (*model, model):
+        fully_shard(module)
+    model(batches(world, 0)[rank]).sum().backward()
+    assert all(param.grad is not None for param in model.parameters())
+    assert model[1].unshard() is None
+    model[1].reshard()
+
+
+@on_ranks(2)
+def test_an_error_in_a_hook_of_backward_surfaces_as_itself(rank, world):
+    torch.manual_seed(0)
+    model = shard_blocks(Stack(), fully_shard)
+
+    def fail(gradient):
+        raise KeyError("in a hook")
+
+    handle = model.blocks[0].scale.register_hook(fail)
+    with pytest.raises(KeyError, match="in a hook"):
+        loss_of(model(batches(world, 0)[rank])).backward()
+    assert all(isinstance(param, DTensor) for param in model.parameters())
+    handle.remove()
+    model.reset_iter_state()
+    loss_of(model(batches(world, 0)[rank])).backward()
+    assert all(param.grad is not None for param in model.parameters())
+
+
+@on_ranks(2)
+def test_a_block_that_is_called_twice_and_inside_itself(rank, world):
+    class Deep(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+
+        def forward(self, x, depth=2):
+            return self.linear(x) if depth == 0 else torch.tanh(self(self.linear(x), depth - 1))
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList([Deep()])
+
+        def forward(self, x):
+            return self.blocks[0](self.blocks[0](x))
+
+    torch.manual_seed(0)
+    compare(Net(), rank, world, beside_torch=False)
