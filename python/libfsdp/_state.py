@@ -97,6 +97,7 @@ class FSDPState:
                 parents[state] = self  # its modules lie in several groups: inside none of them but the outermost
         for state in states:
             state._name(paths)
+            state.group.rebuild()  # what was replaced since, of whatever dtype and device
             state._check_materialized()
             if state._auto_reshard:
                 state.group.reshard_after_forward = state is not self

@@ -120,6 +120,28 @@ def test_meta_device_with_reset_parameters(rank, world):
 
 
 @on_ranks(2)
+def test_meta_device_with_parameters_made_from_others():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(3, 3, bias=False)
+            self.norm = nn.Parameter(torch.empty(3))
+
+        def forward(self, x):
+            return self.linear(x) * self.norm
+
+    with torch.device("meta"):
+        model = Net()
+    fully_shard(model.linear)
+    fully_shard(model)
+    model.linear.to_empty(device="cpu")
+    nn.init.ones_(model.linear.weight)
+    with torch.no_grad():
+        model.norm = nn.Parameter(torch.linalg.norm(model.linear.weight, dim=1))
+    torch.testing.assert_close(model(torch.ones(1, 3)), torch.full((1, 3), 3 * 3 ** 0.5))
+
+
+@on_ranks(2)
 def test_a_forward_on_the_meta_device_is_refused():
     with torch.device("meta"):
         model = nn.Linear(4, 4)
