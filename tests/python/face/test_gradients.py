@@ -359,3 +359,19 @@ def test_compile(rank, world, backend, whole):
         loss_of(called(inputs[rank])).backward()
         sum(loss_of(plain(x)) / world for x in inputs).backward()
     assert_gradients(model, plain)
+
+
+@on_ranks(2)
+def test_replicas_reduce_when_they_are_told_to(rank, world):
+    plain, _ = pair()
+    mesh = torch.distributed.init_device_mesh("cpu", (world, 1), mesh_dim_names=("replicate", "shard"))
+    model = shard_blocks(copy.deepcopy(plain), fully_shard, mesh=mesh)
+    for micro in range(3):
+        inputs = batches(world, micro)
+        model.set_requires_all_reduce(micro == 2)
+        loss_of(model(inputs[rank])).backward()
+        sum(loss_of(plain(x)) / world for x in inputs).backward()
+        if micro < 2:
+            assert all(param.grad is None for param in model.parameters())
+    assert_gradients(model, plain)
+    assert model._get_fsdp_state().group.stats["all_reduces"] == 4
