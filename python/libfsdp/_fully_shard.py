@@ -68,12 +68,12 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
 ):
-    """Shards the parameters of ``module`` (or of a list of modules, as one group) over the ranks of ``mesh``, in place, and
-    returns it. Collective. Apply it to the inner modules first: a call takes what no earlier call took.
+    """Shards the parameters of ``module`` (or of a list of modules, as one group) over the ranks of ``mesh``, in place,
+    and returns it. Collective. Apply it to the inner modules first: a call takes what no earlier call took.
 
     Each parameter becomes a DTensor of the same global shape, ``(Shard(0),)`` or ``(Replicate(), Shard(0))``, of which
-    this rank holds its rows; it is whole while a forward of the module runs. Gradients and optimizer states are DTensors
-    alike. The module's class becomes a subclass of :class:`FSDPModule` and of its own.
+    this rank holds its rows; it is whole while a forward of the module runs. Gradients and optimizer states are
+    DTensors alike. The module's class becomes a subclass of :class:`FSDPModule` and of its own.
 
     Args:
         module: any module that implements ``forward``.
@@ -160,9 +160,11 @@ def _reshard_flag(value: bool | int | None, mesh: DeviceMesh) -> bool | None:
         raise ValueError(f"reshard_after_forward should be a bool or an int, got {value!r}")
     size = mesh.size(mesh.ndim - 1)
     if value < 1 or size % value != 0:
-        raise ValueError(f"reshard_after_forward as an int should be a factor of {size}, the size of the shard axis, got {value}")
+        raise ValueError(
+            f"reshard_after_forward as an int should be a factor of {size}, the size of the shard axis, got {value}"
+        )
     if value == 1:
-        warnings.warn("reshard_after_forward=1 reshards to a world of 1, which is reshard_after_forward=False", stacklevel=3)
+        warnings.warn("reshard_after_forward=1 means a world of 1: reshard_after_forward=False", stacklevel=3)
         return False
     if value == size:
         return True
@@ -212,8 +214,8 @@ def _check_parameter(name: str, param: nn.Parameter) -> None:
     owner = _stale_optimizers.owner(param)
     if owner is not None or (isinstance(param, DTensor) and getattr(param, "_libfsdp_sharded", False)):
         raise ValueError(
-            f"parameter '{name}' was sharded already, as '{owner or name}' of another group: modules that share a parameter "
-            "must be in one group. Shard them together, fully_shard([a, b]), or through a common parent"
+            f"parameter '{name}' was sharded already, as '{owner or name}' of another group: modules that share a "
+            "parameter must be in one group. Shard them together, fully_shard([a, b]), or through a common parent"
         )
     if isinstance(param, DTensor):
         raise NotImplementedError(f"libfsdp does not shard DTensors of other meshes yet: parameter '{name}'")

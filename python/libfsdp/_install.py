@@ -22,8 +22,8 @@ _replaced: list[tuple[Any, str, Any]] = []
 
 
 def install() -> None:
-    """From now on ``torch.distributed.fsdp.fully_shard`` and the names around it are libfsdp's: in torch's modules, and in
-    every module that imported them already. Modules that torch's own already sharded stay as they are. A second call
+    """From now on ``torch.distributed.fsdp.fully_shard`` and the names around it are libfsdp's: in torch's modules, and
+    in every module that imported them already. Modules that torch's own already sharded stay as they are. A second call
     does nothing, but for modules that were imported since.
 
     What a library keeps elsewhere (in a default argument, a closure, a class's bases) is not found."""

@@ -122,8 +122,8 @@ class FSDPModule(TorchFSDPModule):
             state.group.reshard_after_backward = reshard_after_backward
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """False: backward does not gather this module's group when it comes to the module, only when an operator reads one of
-        its parameters. For modules whose backward needs none of them (an embedding)."""
+        """False: backward does not gather this module's group when it comes to the module, only when an operator reads
+        one of its parameters. For modules whose backward needs none of them (an embedding)."""
         self._get_fsdp_state().group.set_gathers_in_backward(unshard_in_backward)
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
@@ -204,8 +204,9 @@ def _states_of(modules: Iterable[Any]) -> list[FSDPState]:
 
 
 def _refuse_deepcopy(*_: Any, **__: Any) -> NoReturn:
-    raise AssertionError("libfsdp: a sharded module cannot be deep-copied; copy it before fully_shard, or save and load its "
-                         "state dict")
+    raise AssertionError(
+        "libfsdp: a sharded module cannot be deep-copied; copy it before fully_shard, or save and load its state dict"
+    )
 
 
 @functools.cache
@@ -215,8 +216,8 @@ def sharded_class(original: type) -> type:
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Makes calls of ``module.<method_name>`` count as forwards: parameters are whole in it, inputs and outputs are cast
-    as the policy says. Does nothing for a module that is not sharded; ValueError if it has no such method."""
+    """Makes calls of ``module.<method_name>`` count as forwards: parameters are whole in it, inputs and outputs are
+    cast as the policy says. Does nothing for a module that is not sharded; ValueError if it has no such method."""
     if not isinstance(module, FSDPModule):
         return
     if not hasattr(module, method_name):

@@ -1,4 +1,4 @@
-"""Finds optimizers that were built before fully_shard: they hold the old parameters, and their steps would change nothing."""
+"""Finds optimizers that were built before fully_shard: they hold the old parameters, and their steps change nothing."""
 
 import weakref
 
@@ -33,8 +33,8 @@ def _check(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
         for param in group["params"]:
             if (name := owner(param)) is not None:
                 raise ValueError(
-                    f"libfsdp: this {type(optimizer).__name__} was built before fully_shard and holds parameter '{name}' as "
-                    "it was then: its steps would change nothing. Build the optimizer from the parameters of the sharded "
-                    "model"
+                    f"libfsdp: this {type(optimizer).__name__} was built before fully_shard and holds parameter "
+                    f"'{name}' as it was then: its steps would change nothing. Build the optimizer from the parameters "
+                    "of the sharded model"
                 )
     _checked[optimizer] = _marks

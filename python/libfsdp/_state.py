@@ -229,8 +229,8 @@ class FSDPState:
         """Nothing by itself: :meth:`_root_post_backward_final_callback` reduces all groups of the model."""
 
     def _root_post_backward_final_callback(self) -> None:
-        """Reduces what backwards with ``set_requires_gradient_sync(False)`` left, without another backward: a pipeline calls
-        it after its last one. Collective."""
+        """Reduces what backwards with ``set_requires_gradient_sync(False)`` left, without another backward: a pipeline
+        calls it after its last one. Collective."""
         self.ready().reduce_held()
 
 

@@ -1,4 +1,4 @@
-"""libfsdp beside torch's FSDP2 and the unsharded model: the same steps on each, and what must be equal after every one."""
+"""libfsdp beside torch's FSDP2 and the unsharded model: the same steps on each, and what must be equal after each."""
 
 import copy
 
@@ -56,8 +56,8 @@ class Sharded:
 
 def compare(model, rank, world, *, shard=shard_blocks, beside_torch=True, steps=3, optimizer=torch.optim.SGD,
             optimizer_options=None, prepare=lambda model: None, run=None, **tolerance):
-    """Trains copies of ``model`` and compares losses, gradients and parameters. ``shard(model, fully_shard)`` shards a copy,
-    ``prepare`` sets it up. Returns libfsdp's."""
+    """Trains copies of ``model`` and compares losses, gradients and parameters. ``shard(model, fully_shard)`` shards a
+    copy, ``prepare`` sets it up. Returns libfsdp's."""
     sides = {"plain": Plain(copy.deepcopy(model))}
     if beside_torch:
         sides["torch"] = Sharded(shard(copy.deepcopy(model), torch_fully_shard))
@@ -76,7 +76,8 @@ def compare(model, rank, world, *, shard=shard_blocks, beside_torch=True, steps=
             assert_close(losses["libfsdp"], losses[other], f"step {step}: loss against {other}", **tolerance)
             expected = dict(sides[other].model.named_parameters())
             for name, param in sides["libfsdp"].model.named_parameters():
-                assert_close(param.grad, expected[name].grad, f"step {step}: gradient of {name} against {other}", **tolerance)
+                what = f"step {step}: gradient of {name} against {other}"
+                assert_close(param.grad, expected[name].grad, what, **tolerance)
         for name, each in optimizers.items():
             each.step()
             each.zero_grad()

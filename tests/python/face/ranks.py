@@ -1,4 +1,4 @@
-"""Runs test functions on several ranks, each a process that imports torch once and then serves one case after the other."""
+"""Runs test functions on several ranks, each a process that imports torch once and then serves case after case."""
 
 import functools
 import importlib
@@ -14,14 +14,15 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-#: What one rank waits for another, and what a case may take: a first case imports much of torch, at its own speed on each.
+#: What one rank waits for another, and what a case may take: a first case imports much of torch, on each rank at its
+#: own speed.
 PEER_SECONDS = 60
 CASE_SECONDS = 180
 
 
 def on_ranks(*worlds):
-    """Marks a function as one that runs on every rank of a world, once for each size given. It may ask for the arguments
-    ``rank`` and ``world``, besides those that pytest.mark.parametrize gives it."""
+    """Marks a function as one that runs on every rank of a world, once for each size given. It may ask for the
+    arguments ``rank`` and ``world``, besides those that pytest.mark.parametrize gives it."""
 
     def decorate(fn):
         own = inspect.signature(fn).parameters

@@ -75,8 +75,8 @@ def test_divide_factor(rank, world):
 @on_ranks(2)
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_hooks_on_parameters(rank, world, when):
-    """A tensor hook sees the whole gradient of this rank and may change it; a post-accumulate hook runs once, when .grad
-    holds the reduced rows."""
+    """A tensor hook sees the whole gradient of this rank and may change it; a post-accumulate hook runs once, when
+    .grad holds the reduced rows."""
     linear = nn.Linear(4, 4, bias=False)
     seen, after = [], []
 
@@ -224,8 +224,10 @@ def test_a_penalty_on_the_sharded_parameters(rank, world):
     """Computed on DTensors, outside any forward, as with torch's FSDP2."""
     plain, model = pair()
     inputs = batches(world, 0)
-    (loss_of(model(inputs[rank])) + 0.1 * sum(param.square().sum().full_tensor() for param in model.parameters())).backward()
-    (sum(loss_of(plain(x)) / world for x in inputs) + 0.1 * sum(p.square().sum() for p in plain.parameters())).backward()
+    penalty = sum(param.square().sum().full_tensor() for param in model.parameters())
+    (loss_of(model(inputs[rank])) + 0.1 * penalty).backward()
+    penalty = sum(param.square().sum() for param in plain.parameters())
+    (sum(loss_of(plain(x)) / world for x in inputs) + 0.1 * penalty).backward()
     assert_gradients(model, plain)
 
 

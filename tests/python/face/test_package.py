@@ -20,7 +20,7 @@ SOURCE = Path(__file__).parents[3] / "python" / "libfsdp"
 
 def test_install_and_uninstall():
     library = types.ModuleType("library_that_imported_it")
-    exec("from torch.distributed.fsdp import FSDPModule as Mixin, fully_shard, register_fsdp_forward_method", library.__dict__)
+    exec("from torch.distributed.fsdp import FSDPModule as Mixin, fully_shard", library.__dict__)
     sys.modules[library.__name__] = library
     try:
         libfsdp.install()

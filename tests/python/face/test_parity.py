@@ -82,7 +82,8 @@ def test_random_stacks(rank, world, seed):
     if draw.random() < 0.5:
         model.blocks[0].requires_grad_(False)
     if depth > 1 and draw.random() < 0.5:
-        model.blocks[-1].up.weight = model.blocks[-1].down.weight = torch.nn.Parameter(torch.randn(models.WIDTH, models.WIDTH))
+        tied = torch.nn.Parameter(torch.randn(models.WIDTH, models.WIDTH))
+        model.blocks[-1].up.weight = model.blocks[-1].down.weight = tied
         model.blocks[-1].up.bias = None
     flags = [draw.choice([True, False, None]) for _ in range(depth + 1)]
     sharded = [draw.random() < 0.8 for _ in range(depth)]
