@@ -79,7 +79,7 @@ def default_mesh() -> DeviceMesh:
     """All ranks in one axis, on the accelerator if there is one. Starts torch.distributed if nobody did."""
     if not dist.is_initialized():
         dist.init_process_group()
-    accelerator = torch.accelerator.current_accelerator() or torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     return dist.init_device_mesh(accelerator.type, (dist.get_world_size(),))
 
 
