@@ -31,12 +31,13 @@ def host_cost(section):
 
 
 def step(entries):
-    fig, axes = plt.subplots(1, len(entries), figsize=(4 * len(entries), 4), squeeze=False)
+    fig, axes = plt.subplots(1, len(entries), figsize=(5.5 * len(entries), 4), squeeze=False)
     for ax, entry in zip(axes[0], entries):
         sides = list(entry["over_plain"])
         bars(ax, [NAMES[s] for s in sides], [entry["over_plain"][s] for s in sides], [COLORS[s] for s in sides])
         ax.axhline(1, color="black", linewidth=0.8, linestyle=":")
         ax.set(title=f"width {entry['width']}")
+        ax.tick_params(axis="x", labelsize=8)
     axes[0][0].set_ylabel("step time over plain (2 ranks)")
     return fig
 
