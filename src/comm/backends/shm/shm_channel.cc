@@ -294,21 +294,16 @@ void ShmChannel::State::take_back() {
 }
 
 void ShmChannel::State::wait_for_line() {
-  if (issued_ < Board::kLines) return;
-  const uint32_t before = issued_ - Board::kLines;
+  const uint32_t before = issued_ - Board::kLines;  // whose line is the next one's
   const auto deadline = Clock::now() + origin_.timeout;
+  // This rank too may have issued a board full without waiting for any.
+  if (!peers_.board(origin_.rank).has_done(before)) progress(in_flight_.front(), deadline);
   for (int peer = 0; peer < origin_.size; ++peer) {
-    // This rank's own turn too: it may have issued a board full without waiting for any.
-    if (peer == origin_.rank) {
-      const auto mine = in_flight_.empty() || static_cast<int32_t>(in_flight_.front()->number - before) > 0
-                            ? nullptr
-                            : in_flight_.front();
-      if (mine && !progress(mine, deadline)) break;
-    }
     while (!peers_.board(peer).has_done(before)) {
       if (Clock::now() >= deadline) {
-        throw c10d::TimeoutError({__func__, __FILE__, __LINE__},
-                                 c10::str("rank ", peer, " has ", Board::kLines, " collectives still to take part in"));
+        throw c10d::TimeoutError(
+            {__func__, __FILE__, __LINE__},
+            c10::str("timed out; rank ", peer, " has ", Board::kLines, " collectives still to take part in"));
       }
       // The peer may have gone: this throws then.
       peers_.wait_for_post(peer, issued_, std::min(deadline, Clock::now() + std::chrono::milliseconds(1)));
