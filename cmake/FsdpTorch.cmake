@@ -8,10 +8,17 @@ set(FSDP_TORCH_MINIMUM 2.13)
 
 if(NOT FSDP_TORCH_ROOT)
   find_package(Python3 COMPONENTS Interpreter REQUIRED)
-  execute_process(
-    COMMAND ${Python3_EXECUTABLE} -c
-      "import importlib.util as u; s = u.find_spec('torch'); print(s.submodule_search_locations[0] if s else '')"
-    OUTPUT_VARIABLE fsdp_torch_root OUTPUT_STRIP_TRAILING_WHITESPACE COMMAND_ERROR_IS_FATAL ANY)
+  # With -I too: an isolated build by pip hides from its interpreter, through the environment, the torch that is
+  # installed, which is the one to build for.
+  foreach(flags "" -I)
+    execute_process(
+      COMMAND ${Python3_EXECUTABLE} ${flags} -c
+        "import importlib.util as u; s = u.find_spec('torch'); print(s.submodule_search_locations[0] if s else '')"
+      OUTPUT_VARIABLE fsdp_torch_root OUTPUT_STRIP_TRAILING_WHITESPACE COMMAND_ERROR_IS_FATAL ANY)
+    if(fsdp_torch_root)
+      break()
+    endif()
+  endforeach()
   if(NOT fsdp_torch_root)
     message(FATAL_ERROR "fsdp: ${Python3_EXECUTABLE} has no torch package. Install torch ${FSDP_TORCH_MINIMUM} or "
       "later for it, or pass -DPython3_EXECUTABLE=... or -DFSDP_TORCH_ROOT=<folder that holds libtorch's lib and include>.")
