@@ -10,6 +10,8 @@ PRESET ?= release
 PREFIX ?= $(CURDIR)/build/install
 VENV := $(CURDIR)/.venv
 BIN := $(VENV)/bin
+# What only the Python package's users need: transformers, torchtitan.
+CLIENTS := $(CURDIR)/.venv-clients
 BUILD := build/$(PRESET)
 # A translation unit of torch wants 1.5 GB of memory.
 JOBS ?= $(shell awk -v cores=$$(nproc) '/MemAvailable/ { jobs = int($$2 / 1500000); \
@@ -29,15 +31,15 @@ CTEST := $(BIN)/ctest --output-on-failure --no-label-summary --parallel $(JOBS)
 export PATH := $(BIN):$(PATH)
 export CMAKE_COLOR_DIAGNOSTICS ?= OFF
 
-.PHONY: help setup tools build train test bench asan tsan check format tidy install clean distclean
+.PHONY: help setup tools build train minilm test bench asan tsan check format tidy install clean distclean
 
 help: ## this list
 	@echo "libfsdp: fully sharded data parallel training for libtorch"
 	@echo
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{ printf "  make %-9s %s\n", $$1, $$2 }'
 	@echo
-	@echo "  train takes STEPS= RANKS= DATA= OUT= RESUME= SEED=; bench takes QUICK=1; train, test, bench take ARGS= for the"
-	@echo "  program that they run; all that build take JOBS= (now $(JOBS))."
+	@echo "  train takes STEPS= RANKS= DATA= OUT= RESUME= SEED=; minilm RANKS=; bench QUICK=1; all that run a program take"
+	@echo "  ARGS= for it; all that build take JOBS= (now $(JOBS))."
 
 setup: tools build ## system packages, .venv with torch, the release build
 
@@ -51,6 +53,10 @@ build/.system-packages: scripts/setup_system.sh
 
 $(VENV)/.complete: requirements.txt build/.system-packages
 	@scripts/setup_venv.sh $(PYTHON) $(VENV) requirements.txt
+	@touch $@
+
+$(CLIENTS)/.minilm: examples/minilm/requirements.txt build/.system-packages
+	@scripts/setup_venv.sh $(PYTHON) $(CLIENTS) $<
 	@touch $@
 
 # --- build --------------------------------------------------------------------------------------------------------
@@ -70,6 +76,11 @@ train: tools ## train a GPT on RANKS=2 local ranks; metrics, curve, checkpoint a
 	$(call build,$(PRESET),gpt)
 	@RANKS='$(RANKS)' STEPS='$(STEPS)' DATA='$(DATA)' OUT='$(OUT)' RESUME='$(RESUME)' SEED='$(SEED)' \
 	  scripts/train.sh $(BUILD)/examples/gpt/gpt $(ARGS)
+
+minilm: tools $(CLIENTS)/.minilm ## fine-tune a published sentence model from Python, sharded over RANKS=2 local ranks
+	$(call build,$(PRESET),fsdp_python)
+	@PYTHONPATH=$(BUILD)/python OMP_NUM_THREADS=1 $(CLIENTS)/bin/python -m torch.distributed.run --standalone \
+	  --nproc-per-node '$(RANKS)' examples/minilm/train.py $(ARGS)
 
 test: tools ## every test, the format and layer checks among them
 	$(call build,$(PRESET),)
@@ -103,8 +114,8 @@ install: tools ## install library, headers and CMake package under PREFIX=
 	@cmake --install $(BUILD) --prefix $(PREFIX)
 	@echo "[install] done; use it with -DCMAKE_PREFIX_PATH=$(PREFIX)"
 
-clean: ## remove what was built (keeps .venv and out/)
+clean: ## remove what was built (keeps .venv, .venv-clients and out/)
 	rm -rf build
 
-distclean: clean ## remove .venv too
-	rm -rf $(VENV)
+distclean: clean ## remove .venv and .venv-clients too
+	rm -rf $(VENV) $(CLIENTS)
