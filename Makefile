@@ -31,7 +31,7 @@ CTEST := $(BIN)/ctest --output-on-failure --no-label-summary --parallel $(JOBS)
 export PATH := $(BIN):$(PATH)
 export CMAKE_COLOR_DIAGNOSTICS ?= OFF
 
-.PHONY: help setup tools build train minilm test bench asan tsan check format tidy install clean distclean
+.PHONY: help setup tools build train minilm test bench compat asan tsan check format tidy install clean distclean
 
 help: ## this list
 	@echo "libfsdp: fully sharded data parallel training for libtorch"
@@ -89,6 +89,14 @@ test: tools ## every test, the format and layer checks among them
 bench: tools ## measure against PyTorch; tables, bench/out/report.json and charts (QUICK=1: a trial)
 	$(call build,$(PRESET),)
 	@$(BIN)/python bench/compare.py --build $(BUILD) $(if $(QUICK),--quick) $(ARGS)
+
+compat: tools build/.compat-tools ## PyTorch's own FSDP2 suite with libfsdp in place; writes tests/compat/report.md
+	$(call build,$(PRESET),fsdp_python)
+	@tests/compat/run.sh $(BIN)/python $(BUILD)/python build/compat
+
+build/.compat-tools: tests/compat/requirements.txt $(VENV)/.complete
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --requirement $<
+	@touch $@
 
 asan: tools ## the one-process tests under AddressSanitizer and UndefinedBehaviorSanitizer
 	$(call build,asan,)
