@@ -17,7 +17,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from . import _C, _stale_optimizers
 from ._mesh import check_mesh, default_mesh, engine_mesh
 from ._module import FSDPModule, sharded_class
-from ._state import FSDPState, state_of
+from ._state import FSDPState, is_replicated, state_of
 
 
 class _Found:
@@ -82,7 +82,8 @@ def fully_shard(
             the outermost module. An int that is neither 1 nor the size of the shard axis: NotImplementedError.
         shard_placement_fn: NotImplementedError.
         mp_policy: dtypes of the whole parameters, the reduction, and of what the forward gets and returns.
-        offload_policy: NotImplementedError for ``CPUOffloadPolicy``.
+        offload_policy: with ``CPUOffloadPolicy``, sharded parameters, gradients and optimizer states are in host
+            memory. On a mesh of CPU devices they always are; on another: NotImplementedError.
         ignored_params: parameters that stay as they are.
         dp_mesh_dims: NotImplementedError.
 
@@ -92,11 +93,11 @@ def fully_shard(
         AssertionError: applied twice to one module.
     """
     modules = _modules(module)
-    _refuse_what_is_missing(shard_placement_fn, offload_policy, dp_mesh_dims)
     mesh = mesh if mesh is not None else default_mesh()
     check_mesh(mesh)
-    reshard = _reshard_flag(reshard_after_forward, mesh)
     device = _device(mesh)
+    _refuse_what_is_missing(device, shard_placement_fn, offload_policy, dp_mesh_dims)
+    reshard = _reshard_flag(reshard_after_forward, mesh)
     ignored = ignored_params or set()
 
     found = _find(modules, ignored)
@@ -138,17 +139,20 @@ def _modules(module: Any) -> list[nn.Module]:
         if isinstance(each, (nn.ModuleList, nn.ModuleDict)) and type(each).forward is nn.Module.forward:
             raise ValueError(f"fully_shard does not support containers that do not implement forward: {each}")
         if state_of(each) is not None:
-            raise AssertionError(f"fully_shard has already been applied to this module; apply it once to each:\n{each}")
+            raise AssertionError(
+                "Each distinct composable distributed API can only be applied to a module once. fully_shard has "
+                f"already been applied to:\n{each}"
+            )
     if len({id(each) for each in modules}) < len(modules):
         raise ValueError("fully_shard was given the same module twice; name each module once")
     return modules
 
 
-def _refuse_what_is_missing(shard_placement_fn, offload_policy, dp_mesh_dims) -> None:
+def _refuse_what_is_missing(device: torch.device, shard_placement_fn, offload_policy, dp_mesh_dims) -> None:
     if shard_placement_fn is not None:
         raise NotImplementedError("libfsdp does not have shard_placement_fn yet: parameters are sharded on dim 0")
-    if isinstance(offload_policy, CPUOffloadPolicy):
-        raise NotImplementedError("libfsdp does not have CPUOffloadPolicy yet")
+    if isinstance(offload_policy, CPUOffloadPolicy) and device.type != "cpu":
+        raise NotImplementedError(f"libfsdp does not have CPUOffloadPolicy yet on a mesh of {device.type} devices")
     if dp_mesh_dims is not None:
         raise NotImplementedError("libfsdp does not have dp_mesh_dims yet: pass the data-parallel submesh as mesh")
 
@@ -181,14 +185,15 @@ def _device(mesh: DeviceMesh) -> torch.device:
 
 
 def _managed(modules: list[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """(path, module) of the modules whose parameters this call takes, each once: not those inside sharded ones."""
+    """(path, module) of the modules whose parameters this call takes, each once: not those inside sharded ones, nor
+    those that torch's replicate was applied to."""
     seen: set[nn.Module] = set()
     for i, top in enumerate(modules):
         yield from _visit("" if len(modules) == 1 else str(i), top, seen)
 
 
 def _visit(path: str, module: nn.Module, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    if module in seen or state_of(module) is not None:
+    if module in seen or state_of(module) is not None or is_replicated(module):
         return
     seen.add(module)
     yield path, module
@@ -220,7 +225,10 @@ def _check_parameter(name: str, param: nn.Parameter) -> None:
     if isinstance(param, DTensor):
         raise NotImplementedError(f"libfsdp does not shard DTensors of other meshes yet: parameter '{name}'")
     if param.dim() == 0:
-        raise ValueError(f"fully_shard does not support scalar parameters: make '{name}' a 1-D tensor of one element")
+        raise ValueError(
+            f"fully_shard cannot shard the scalar parameter '{name}'. Change {name} to a 1D tensor with numel equal to "
+            "1."
+        )
     if param.layout != torch.strided:
         raise ValueError(f"fully_shard needs dense parameters; '{name}' is {param.layout}")
 

@@ -88,6 +88,8 @@ def check_mesh(mesh: DeviceMesh) -> None:
     if not isinstance(mesh, DeviceMesh):
         raise ValueError(f"fully_shard expects mesh to be a torch DeviceMesh, got {type(mesh).__name__}")
     if mesh.ndim not in (1, 2):
-        raise ValueError(f"fully_shard expects a mesh of one axis (shard) or two (replicate, shard), got {mesh}")
+        raise ValueError(
+            f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}: one axis shards, two replicate and shard"
+        )
     if mesh.ndim == 2 and mesh.mesh_dim_names is None:
-        raise AssertionError(f"fully_shard needs names on the axes of a mesh of two: give mesh_dim_names for {mesh}")
+        raise AssertionError(f"Please init the 2D mesh for HSDP with mesh_dim_names specified; {mesh} has none")

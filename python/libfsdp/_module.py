@@ -203,9 +203,10 @@ def _states_of(modules: Iterable[Any]) -> list[FSDPState]:
     return states
 
 
-def _refuse_deepcopy(*_: Any, **__: Any) -> NoReturn:
+def _refuse_deepcopy(module: nn.Module, _memo: Any = None) -> NoReturn:
     raise AssertionError(
-        "libfsdp: a sharded module cannot be deep-copied; copy it before fully_shard, or save and load its state dict"
+        f"FSDP does not support deepcopy, here of {type(module).__name__}: copy it before fully_shard, or save and "
+        "load its state dict"
     )
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -23,6 +25,11 @@ _KEY = "_libfsdp_state"
 
 def state_of(module: nn.Module) -> FSDPState | None:
     return module.__dict__.get(_KEY)
+
+
+def is_replicated(module: nn.Module) -> bool:
+    """Whether torch's ``replicate`` was applied to the module."""
+    return "replicate" in module.__dict__.get(REGISTRY_KEY, ())
 
 
 class Model:
@@ -67,6 +74,8 @@ class FSDPState:
         """Puts the state and its hooks on the modules."""
         for module in self.modules:
             module.__dict__[_KEY] = self
+            # Where torch's composable APIs look for each other: replicate leaves what is sharded alone.
+            module.__dict__.setdefault(REGISTRY_KEY, OrderedDict())["fully_shard"] = RegistryItem()
             module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
             # Always: a forward that throws must tell the other ranks.
             module.register_forward_hook(self.post_forward, always_call=True)
@@ -130,8 +139,8 @@ class FSDPState:
         missing = [name for i, name in enumerate(names) if self.group.shard(i).is_meta]
         if missing:
             raise RuntimeError(
-                f"libfsdp: parameters are still on the meta device: {', '.join(missing)}. Give them storage and values "
-                "before the first forward: module.to_empty(device=...), then initialise or load them"
+                "FSDP parameters should be materialized from meta device before training, but the following were still "
+                f"on meta device: {missing}. Call module.to_empty(device=...), then initialise or load them"
             )
 
     def ready(self) -> _C.Group:

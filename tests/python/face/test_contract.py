@@ -1,5 +1,6 @@
 """What a sharded module is: its type, names and methods, beside torch's."""
 
+import copy
 import inspect
 
 import pytest
@@ -114,13 +115,24 @@ def test_what_torch_refuses_is_refused_alike():
         (ValueError, lambda shard: shard(nn.Linear(4, 4)).set_modules_to_backward_prefetch([nn.Linear(1, 1)])),
         (TypeError, lambda shard: shard(nn.Linear(4, 4)).set_reduce_scatter_max_input_buffers(True)),
         (ValueError, lambda shard: shard(nn.Linear(4, 4)).set_reduce_scatter_max_input_buffers(0)),
-        (AssertionError, lambda shard: __import__("copy").deepcopy(shard(nn.Linear(4, 4)))),
+        (AssertionError, lambda shard: copy.deepcopy(shard(nn.Linear(4, 4)))),
+        (ValueError, lambda shard: shard(scalar)),
     ]
+    scalar = nn.Linear(4, 4)
+    scalar.gain = nn.Parameter(torch.tensor(1.0))
+    texts = {  # that programs match on, by case
+        0: "Each distinct composable distributed API can only be applied to a module once.",
+        1: "fully_shard does not support containers that do not implement forward",
+        4: "fully_shard expects a 1D or 2D DeviceMesh but got DeviceMesh",
+        5: "Please init the 2D mesh for HSDP with mesh_dim_names specified",
+        len(cases) - 2: "FSDP does not support deepcopy",
+        len(cases) - 1: "Change gain to a 1D tensor with numel equal to 1.",
+    }
     twice = torch_fully_shard(nn.Linear(4, 4))
     for i, (kind, case) in enumerate(cases):
-        with pytest.raises(kind):
+        with pytest.raises(kind, match=texts.get(i)):
             case(fully_shard)
-        with pytest.raises(kind):
+        with pytest.raises(kind, match=texts.get(i)):
             case(torch_fully_shard) if i else torch_fully_shard(twice)
     for shard in (fully_shard, torch_fully_shard):
         with pytest.raises(ValueError, match="does not have a method"):
@@ -133,7 +145,6 @@ def test_what_is_missing_says_so():
     comm = object()
     missing = [
         lambda: fully_shard(nn.Linear(4, 4), shard_placement_fn=lambda param: Shard(1)),
-        lambda: fully_shard(nn.Linear(4, 4), offload_policy=libfsdp.CPUOffloadPolicy()),
         lambda: fully_shard(nn.Linear(4, 4), dp_mesh_dims=libfsdp.DataParallelMeshDims(shard="dp")),
         lambda: fully_shard(nn.Linear(4, 4)).set_custom_all_gather(comm),
         lambda: fully_shard(nn.Linear(4, 4)).set_custom_reduce_scatter(comm),
