@@ -106,8 +106,8 @@ class FSDPState:
                 parents[state] = self  # its modules lie in several groups: inside none of them but the outermost
         for state in states:
             state._name(paths)
-            state.group.rebuild()  # what was replaced since, of whatever dtype and device
             state._check_materialized()
+            state.group.rebuild()  # what was replaced since, of whatever dtype and device
             if state._auto_reshard:
                 state.group.reshard_after_forward = state is not self
         indices = {state: i for i, state in enumerate(states)}
@@ -134,9 +134,18 @@ class FSDPState:
         own = [paths.get(module, "?") for module in self.modules]
         self.group.set_name(", ".join(own), [dotted(ref, name) for ref, name in self._homes])
 
+    def _on_meta(self) -> list[str]:
+        """Names of the parameters that lie on the meta device."""
+        found = []
+        for name, (ref, key) in zip(self.group.parameter_names, self._homes):
+            module = ref()
+            param = module._parameters.get(key) if module is not None else None
+            if param is not None and getattr(param, "_local_tensor", param).is_meta:
+                found.append(name)
+        return found
+
     def _check_materialized(self) -> None:
-        names = self.group.parameter_names
-        missing = [name for i, name in enumerate(names) if self.group.shard(i).is_meta]
+        missing = self._on_meta()
         if missing:
             raise RuntimeError(
                 "FSDP parameters should be materialized from meta device before training, but the following were still "
@@ -217,6 +226,9 @@ class FSDPState:
 
     def adopt(self) -> None:
         """Takes over parameters that were replaced. Collective where their dtype or device changed."""
+        missing = len(self._on_meta())
+        if 0 < missing < len(self.group):
+            return  # to_empty() came to one of the group's modules, and comes to the others next
         if self.group.adopt():
             return
         self.group.rebuild()

@@ -142,6 +142,27 @@ def test_meta_device_with_parameters_made_from_others():
 
 
 @on_ranks(2)
+def test_meta_device_with_several_modules_in_a_group(rank, world):
+    def shard(model):
+        fully_shard([model.blocks[2], model.head])
+        return fully_shard(model)
+
+    with torch.device("meta"):
+        first, second = fully_shard([nn.Linear(4, 4), nn.Linear(4, 4)])
+    first.to_empty(device="cpu")
+    with pytest.raises(RuntimeError, match=r"materialized from meta device.*\['1.weight', '1.bias'\]"):
+        first(torch.ones(1, 4))
+    expected = Stack()
+    with torch.device("meta"):
+        model = shard(Stack())
+    model.to_empty(device="cpu")
+    for param, whole in zip(model.parameters(), expected.parameters()):
+        param.data.copy_(distribute_tensor(whole.data, param.device_mesh, param.placements))
+    x = batches(world, 0)[rank]
+    torch.testing.assert_close(model(x), expected(x))
+
+
+@on_ranks(2)
 def test_a_forward_on_the_meta_device_is_refused():
     with torch.device("meta"):
         model = nn.Linear(4, 4)
