@@ -31,7 +31,7 @@ CTEST := $(BIN)/ctest --output-on-failure --no-label-summary --parallel $(JOBS)
 export PATH := $(BIN):$(PATH)
 export CMAKE_COLOR_DIAGNOSTICS ?= OFF
 
-.PHONY: help setup tools build train minilm test bench compat asan tsan check format tidy install clean distclean
+.PHONY: help setup tools build train minilm test clients bench compat asan tsan check format tidy install clean distclean
 
 help: ## this list
 	@echo "libfsdp: fully sharded data parallel training for libtorch"
@@ -59,6 +59,10 @@ $(CLIENTS)/.minilm: examples/minilm/requirements.txt build/.system-packages
 	@scripts/setup_venv.sh $(PYTHON) $(CLIENTS) $<
 	@touch $@
 
+$(CLIENTS)/.complete: tests/clients/requirements.txt $(CLIENTS)/.minilm
+	@scripts/setup_venv.sh $(PYTHON) $(CLIENTS) $<
+	@touch $@
+
 # --- build --------------------------------------------------------------------------------------------------------
 
 # $(call build,<preset>,<ninja targets>)
@@ -79,12 +83,16 @@ train: tools ## train a GPT on RANKS=2 local ranks; metrics, curve, checkpoint a
 
 minilm: tools $(CLIENTS)/.minilm ## fine-tune a published sentence model from Python, sharded over RANKS=2 local ranks
 	$(call build,$(PRESET),fsdp_python)
-	@PYTHONPATH=$(BUILD)/python OMP_NUM_THREADS=1 $(CLIENTS)/bin/python -m torch.distributed.run --standalone \
+	@PYTHONPATH=$(CURDIR)/$(BUILD)/python OMP_NUM_THREADS=1 $(CLIENTS)/bin/python -m torch.distributed.run --standalone \
 	  --nproc-per-node '$(RANKS)' examples/minilm/train.py $(ARGS)
 
 test: tools ## every test, the format and layer checks among them
 	$(call build,$(PRESET),)
 	@cd $(BUILD) && $(CTEST) $(ARGS)
+
+clients: tools $(CLIENTS)/.complete ## libfsdp under torchtitan and transformers (not part of test)
+	$(call build,$(PRESET),fsdp_python)
+	@PYTHONPATH=$(CURDIR)/$(BUILD)/python OMP_NUM_THREADS=1 $(CLIENTS)/bin/python -m pytest -q tests/clients $(ARGS)
 
 bench: tools ## measure against PyTorch; tables, bench/out/report.json and charts (QUICK=1: a trial)
 	$(call build,$(PRESET),)
