@@ -54,9 +54,9 @@ class Group:
         """
         One of the LEFT_ numbers.
         """
-    def place(self, i: typing.SupportsInt | typing.SupportsIndex, user: typing.Any, places: collections.abc.Sequence[tuple[dict, str, typing.Any]]) -> None:
+    def place(self, i: typing.SupportsInt | typing.SupportsIndex, user: typing.Any, places: collections.abc.Sequence[tuple[dict, str, typing.Any]], wrapper: typing.Any) -> None:
         """
-        Shows the i-th parameter as `user`, a DTensor parameter, at each (table, name, weak reference or None).
+        Shows the i-th parameter as `user`, a DTensor parameter, at each (table, name, weak reference or None); whole as what `wrapper` makes of it, if that is not None.
         """
     def rebuild(self) -> None:
         """

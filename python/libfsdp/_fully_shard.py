@@ -11,12 +11,12 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor import DTensor
 
 from . import _C, _stale_optimizers
-from ._mesh import check_mesh, default_mesh, engine_mesh
+from ._mesh import default_mesh, engine_mesh
 from ._module import FSDPModule, sharded_class
+from ._placement import Layout, data_parallel, layout_of
 from ._state import FSDPState, is_replicated, state_of
 
 
@@ -75,6 +75,9 @@ def fully_shard(
     this rank holds its rows; it is whole while a forward of the module runs. Gradients and optimizer states are
     DTensors alike. The module's class becomes a subclass of :class:`FSDPModule` and of its own.
 
+    A parameter that is a DTensor already, of tensor parallelism on another axis of the mesh that ``mesh`` is a part of,
+    becomes one on both; while a forward runs it is the DTensor that it was.
+
     Args:
         module: any module that implements ``forward``.
         mesh: of one axis (shard) or two (replicate, shard). Default: all ranks.
@@ -85,38 +88,42 @@ def fully_shard(
         offload_policy: with ``CPUOffloadPolicy``, sharded parameters, gradients and optimizer states are in host
             memory. On a mesh of CPU devices they always are; on another: NotImplementedError.
         ignored_params: parameters that stay as they are.
-        dp_mesh_dims: NotImplementedError.
+        dp_mesh_dims: ``mesh`` has other axes too, these are the data-parallel ones, and all parameters are DTensors on
+            ``mesh``, replicated on these. Several shard axes become one in the sharded parameters.
 
     Raises:
-        ValueError: the modules differ between ranks, a parameter is a scalar or belongs to another group already, or an
-            argument is wrong.
+        ValueError: the modules differ between ranks, a parameter is a scalar, belongs to another group already or lies
+            on a mesh that does not fit, or an argument is wrong.
         AssertionError: applied twice to one module.
     """
     modules = _modules(module)
-    mesh = mesh if mesh is not None else default_mesh()
-    check_mesh(mesh)
-    device = _device(mesh)
-    _refuse_what_is_missing(device, shard_placement_fn, offload_policy, dp_mesh_dims)
-    reshard = _reshard_flag(reshard_after_forward, mesh)
+    ranks = data_parallel(mesh if mesh is not None else default_mesh(), dp_mesh_dims)
+    device = _device(ranks.mesh)
+    _refuse_what_is_missing(device, shard_placement_fn, offload_policy)
+    reshard = _reshard_flag(reshard_after_forward, ranks.mesh)
     ignored = ignored_params or set()
 
     found = _find(modules, ignored)
     _move(modules, ignored, found, device)
-    ranks = engine_mesh(mesh)
-    ranks.require_same(f"fully_shard of module '{type(modules[0]).__name__}'", _describe(found, mp_policy, reshard))
+    layouts = [layout_of(each.name, each.param, ranks) for each in found]
+    engine_ranks = engine_mesh(ranks.mesh)
+    engine_ranks.require_same(
+        f"fully_shard of module '{type(modules[0]).__name__}'", _describe(found, layouts, mp_policy, reshard)
+    )
     group = _C.Group(
         [each.name for each in found],
-        [each.param for each in found],
-        ranks,
+        [layout.local for layout in layouts],
+        engine_ranks,
         mp_policy.param_dtype,
         mp_policy.reduce_dtype,
     )
     group.set_shared(len(modules) > 1)
-    for i, each in enumerate(found):
-        sharded = _sharded_parameter(each.param, group.shard(i), mesh)
-        group.place(i, sharded, [_place(*place) for place in each.places])
+    for i, (each, layout) in enumerate(zip(found, layouts)):
+        sharded = _sharded_parameter(each.param, group.shard(i), layout, ranks.mesh)
+        group.place(i, sharded, [_place(*place) for place in each.places], layout.whole)
         _stale_optimizers.mark(each.param, each.name)
-    state = FSDPState(modules, mesh, ranks, group, [each.places[0] for each in found], mp_policy, reshard)
+    homes = [each.places[0] for each in found]
+    state = FSDPState(modules, ranks.mesh, engine_ranks, group, homes, mp_policy, reshard)
     state.attach()
     for each in modules:
         each.__class__ = sharded_class(each.__class__)
@@ -148,13 +155,11 @@ def _modules(module: Any) -> list[nn.Module]:
     return modules
 
 
-def _refuse_what_is_missing(device: torch.device, shard_placement_fn, offload_policy, dp_mesh_dims) -> None:
+def _refuse_what_is_missing(device: torch.device, shard_placement_fn, offload_policy) -> None:
     if shard_placement_fn is not None:
         raise NotImplementedError("libfsdp does not have shard_placement_fn yet: parameters are sharded on dim 0")
     if isinstance(offload_policy, CPUOffloadPolicy) and device.type != "cpu":
         raise NotImplementedError(f"libfsdp does not have CPUOffloadPolicy yet on a mesh of {device.type} devices")
-    if dp_mesh_dims is not None:
-        raise NotImplementedError("libfsdp does not have dp_mesh_dims yet: pass the data-parallel submesh as mesh")
 
 
 def _reshard_flag(value: bool | int | None, mesh: DeviceMesh) -> bool | None:
@@ -222,8 +227,6 @@ def _check_parameter(name: str, param: nn.Parameter) -> None:
             f"parameter '{name}' was sharded already, as '{owner or name}' of another group: modules that share a "
             "parameter must be in one group. Shard them together, fully_shard([a, b]), or through a common parent"
         )
-    if isinstance(param, DTensor):
-        raise NotImplementedError(f"libfsdp does not shard DTensors of other meshes yet: parameter '{name}'")
     if param.dim() == 0:
         raise ValueError(
             f"fully_shard cannot shard the scalar parameter '{name}'. Change {name} to a 1D tensor with numel equal to "
@@ -243,12 +246,15 @@ def _move(modules: list[nn.Module], ignored: set[nn.Parameter], found: list[_Fou
             tensor.data = tensor.to(device)
 
 
-def _describe(found: list[_Found], policy: MixedPrecisionPolicy, reshard: bool | None) -> list[str]:
+def _describe(
+    found: list[_Found], layouts: list[Layout], policy: MixedPrecisionPolicy, reshard: bool | None
+) -> list[str]:
     """What must be the same on all ranks."""
     lines = [
-        f"{each.name} {list(each.param.shape)} {each.param.dtype} {each.param.device.type}"
+        f"{each.name} {list(layout.local.shape)} {each.param.dtype} {each.param.device.type}"
         f"{'' if each.param.requires_grad else ' frozen'}{' tied' if len(each.places) > 1 else ''}"
-        for each in found
+        f"{'' if layout.whole is None else f' {layout.sharded.placements}'}"
+        for each, layout in zip(found, layouts)
     ]
     return [*lines, f"{policy}", f"reshard_after_forward {reshard}"]
 
@@ -256,12 +262,9 @@ def _describe(found: list[_Found], policy: MixedPrecisionPolicy, reshard: bool |
 # --- what becomes of it -----------------------------------------------------------------------------------------------
 
 
-def _sharded_parameter(param: nn.Parameter, local: torch.Tensor, mesh: DeviceMesh) -> nn.Parameter:
+def _sharded_parameter(param: nn.Parameter, local: torch.Tensor, layout: Layout, mesh: DeviceMesh) -> nn.Parameter:
     """A DTensor parameter over ``local`` in the place of ``param``, with its attributes, hooks and gradient."""
-    placements = (Shard(0),) if mesh.ndim == 1 else (Replicate(), Shard(0))
-    whole = torch.empty(param.shape, dtype=param.dtype, device="meta")
-    spec = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(whole.shape, whole.stride(), whole.dtype))
-    sharded = nn.Parameter(DTensor(local, spec, requires_grad=False), requires_grad=param.requires_grad)
+    sharded = nn.Parameter(DTensor(local, layout.sharded, requires_grad=False), requires_grad=param.requires_grad)
     sharded.__dict__.update(param.__dict__)
     sharded._libfsdp_sharded = True
     if param._backward_hooks:
@@ -270,9 +273,10 @@ def _sharded_parameter(param: nn.Parameter, local: torch.Tensor, mesh: DeviceMes
         sharded._post_accumulate_grad_hooks = param._post_accumulate_grad_hooks
     if param.grad is not None:
         axis = mesh.ndim - 1
-        chunks, mine = param.grad.chunk(mesh.size(axis)), mesh.get_local_rank(axis)
-        rows = chunks[mine].clone() if mine < len(chunks) else param.grad.new_empty(local.shape)
-        sharded.grad = DTensor(rows, spec, requires_grad=False)
+        gradient = param.grad if layout.whole is None else layout.whole.local_gradient(param.grad)
+        chunks, mine = gradient.chunk(mesh.size(axis)), mesh.get_local_rank(axis)
+        rows = chunks[mine].clone() if mine < len(chunks) else gradient.new_empty(local.shape)
+        sharded.grad = DTensor(rows, layout.sharded, requires_grad=False)
     return sharded
 
 

@@ -81,15 +81,3 @@ def default_mesh() -> DeviceMesh:
         dist.init_process_group()
     accelerator = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     return dist.init_device_mesh(accelerator.type, (dist.get_world_size(),))
-
-
-def check_mesh(mesh: DeviceMesh) -> None:
-    """ValueError unless the mesh has one axis (shard) or two (replicate, shard)."""
-    if not isinstance(mesh, DeviceMesh):
-        raise ValueError(f"fully_shard expects mesh to be a torch DeviceMesh, got {type(mesh).__name__}")
-    if mesh.ndim not in (1, 2):
-        raise ValueError(
-            f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}: one axis shards, two replicate and shard"
-        )
-    if mesh.ndim == 2 and mesh.mesh_dim_names is None:
-        raise AssertionError(f"Please init the 2D mesh for HSDP with mesh_dim_names specified; {mesh} has none")

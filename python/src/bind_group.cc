@@ -15,10 +15,11 @@ std::unique_ptr<Group> make_group(std::vector<std::string> names, std::vector<at
                                  engine::DtypePolicy{param_dtype, reduce_dtype});
 }
 
-void place(Group& group, size_t i, py::object user, const std::vector<std::tuple<py::dict, py::str, py::object>>& at) {
+void place(Group& group, size_t i, py::object user, const std::vector<std::tuple<py::dict, py::str, py::object>>& at,
+           py::object wrapper) {
   std::vector<Place> places;
   for (const auto& [table, name, follower] : at) places.push_back({table, name, follower});
-  group.place(i, std::move(user), std::move(places));
+  group.place(i, std::move(user), std::move(places), std::move(wrapper));
 }
 
 /// A switch of the group that other ranks must have alike.
@@ -89,8 +90,9 @@ void bind_group(py::module_& module) {
            py::arg("reduce_dtype"), "Copies this rank's rows of `params`. Collective.")
       .def("__len__", &Group::size)
       .def("shard", &Group::shard, py::arg("i"), "This rank's rows of the i-th parameter; all share one buffer.")
-      .def("place", &place, py::arg("i"), py::arg("user"), py::arg("places"),
-           "Shows the i-th parameter as `user`, a DTensor parameter, at each (table, name, weak reference or None).")
+      .def("place", &place, py::arg("i"), py::arg("user"), py::arg("places"), py::arg("wrapper"),
+           "Shows the i-th parameter as `user`, a DTensor parameter, at each (table, name, weak reference or None); "
+           "whole as what `wrapper` makes of it, if that is not None.")
       .def("set_shared", &Group::set_shared, py::arg("several"), "Whether it stands for several modules.")
       .def("set_name", &Group::set_name, py::arg("name"), py::arg("params"), "Names of the group and its parameters.")
       .def_property_readonly("name", [](Group& group) { return group.engine().name(); })

@@ -49,9 +49,10 @@ void Group::attach() {
   }
 }
 
-void Group::place(size_t i, py::object user, std::vector<Place> places) {
+void Group::place(size_t i, py::object user, std::vector<Place> places, py::object wrapper) {
   auto& param = *params_.at(i);
   param.places = std::move(places);
+  param.wrapper = std::move(wrapper);
   param.set_user(std::move(user));
 }
 
@@ -123,8 +124,10 @@ Group::Left Group::leave() {
 }
 
 void Group::show_whole() {
-  if (whole_) return;
-  for (auto& param : params_) param->show(param->whole);
+  for (auto& param : params_) {
+    // What a wrapper made earlier may be of another graph, or of a leaf that was frozen.
+    if (!whole_ || !param->wrapper.is_none()) param->show_whole();
+  }
   whole_ = true;
 }
 

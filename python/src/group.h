@@ -33,8 +33,9 @@ class Group {
   /// This rank's rows of the i-th parameter, in the order of the names.
   const at::Tensor& shard(size_t i) const { return params_.at(i)->engine->shard(); }
 
-  /// The i-th parameter is shown as `user`, a DTensor parameter over shard(i), in `places`.
-  void place(size_t i, py::object user, std::vector<Place> places);
+  /// The i-th parameter is shown as `user`, a DTensor parameter over shard(i), in `places`; see ShownParam for
+  /// `wrapper`.
+  void place(size_t i, py::object user, std::vector<Place> places, py::object wrapper);
   /// `several`: stands for several modules, which are called one after the other. Then the end of one of them is not
   /// the end of the group's use.
   void set_shared(bool several) { several_ = several; }

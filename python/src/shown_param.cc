@@ -1,6 +1,8 @@
 #include "shown_param.h"
 
+#include <ATen/core/grad_mode.h>
 #include <ATen/core/Tensor.h>
+#include <c10/core/InferenceMode.h>
 #include <fsdp/error.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
@@ -34,8 +36,12 @@ class DTensorSlot : public engine::Slot {
   bool requires_grad() const override { return user().requires_grad(); }
 
   at::Tensor run_gradient_hooks(at::Tensor gradient) override {
-    for (const auto& hook : torch::autograd::impl::hooks(user())) gradient = (*hook)({gradient})[0];
-    return gradient;
+    const auto& hooks = torch::autograd::impl::hooks(user());
+    if (hooks.empty()) return gradient;
+    const bool wrapped = !param_.wrapper.is_none();
+    if (wrapped) gradient = through_wrapper("gradient", gradient);
+    for (const auto& hook : hooks) gradient = (*hook)({gradient})[0];
+    return wrapped ? through_wrapper("local_gradient", gradient) : gradient;
   }
 
   void accumulate_gradient(const at::Tensor& local) override {
@@ -73,6 +79,12 @@ class DTensorSlot : public engine::Slot {
   }
 
  private:
+  at::Tensor through_wrapper(const char* method, const at::Tensor& gradient) const {
+    py::gil_scoped_acquire gil;
+    const auto result = param_.wrapper.attr(method)(py::reinterpret_steal<py::object>(THPVariable_Wrap(gradient)));
+    return THPVariable_Unpack(result.ptr());
+  }
+
   const at::Tensor& user() const { return THPVariable_Unpack(param_.user.ptr()); }
   const ShownParam& param_;  // lives as long as the engine's parameter, which owns this
 };
@@ -116,6 +128,17 @@ void ShownParam::set_user(py::object parameter) {
 
 void ShownParam::show(const py::object& value) const {
   for (const auto& place : places) place.set(value);
+}
+
+void ShownParam::show_whole() const {
+  if (wrapper.is_none()) return show(whole);
+  // Part of the graph whatever the mode is now: a module may be left and entered while its group stays unsharded.
+  c10::InferenceMode tracked(false);
+  at::AutoGradMode recording(true);
+  const auto shown = wrapper.attr("show")(whole);
+  const auto& counter = engine->shard().unsafeGetTensorImpl()->version_counter();
+  THPVariable_Unpack(shown.ptr()).unsafeGetTensorImpl()->set_version_counter(counter);
+  show(shown);
 }
 
 bool ShownParam::unchanged() const {

@@ -27,6 +27,9 @@ struct ShownParam {
   py::object spec;   // its DTensorSpec; gradients lie alike
   py::object local;  // the Python object of engine->shard(): what user._local_tensor is
   py::object whole;  // the Python object of engine->leaf()
+  /// Where the parameter is a DTensor of another parallelism too: makes that of the leaf (_placement.WholeDTensor).
+  /// Else None.
+  py::object wrapper = py::none();
   std::vector<Place> places;
 
   /// Takes `engine`'s tensors: fills local and whole, and gives the engine its slot.
@@ -34,6 +37,8 @@ struct ShownParam {
   /// From now on `parameter`, a DTensor, is what users hold: over the engine's shard, in all places.
   void set_user(py::object parameter);
   void show(const py::object& value) const;
+  /// Shows the whole, whether its bytes are there or not.
+  void show_whole() const;
   /// True if the modules and the DTensor are as this group left them.
   bool unchanged() const;
 };

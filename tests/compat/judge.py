@@ -23,7 +23,6 @@ KINDS = {
     "internals": "tests the insides of torch's implementation",
     "api": "the API moved since the suite was written; torch's own fails too",
     "device": "needs an accelerator",
-    "ranks": "needs more ranks",
     "unmeasured": "passes with an implementation that refuses everything: not counted",
 }
 

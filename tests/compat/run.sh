@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # run.sh <python> <folder of the built package> <work folder>: fetches, translates and runs PyTorch's FSDP2 suite with
-# libfsdp in place, on 2 ranks and what needs more on more, and judges the outcome. About ten minutes on two cores.
+# libfsdp in place, on 2 ranks and what needs more on 4 and 8, and judges the outcome. About ten minutes on two cores.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 python=$1 package=$2 work=$3
@@ -24,4 +24,8 @@ suite() {
 }
 rm -f "$work"/ranks*.json
 suite 2
-"$python" "$here/judge.py" --expected "$here/expected.toml" --report "$here/report.md" "$work/ranks2.json"
+files=(clip_grad_norm_ grad_scaler state_dict training)
+suite 4 --files "$(IFS=, && echo "${files[*]/#/test_fully_shard_}")" \
+  --pattern 'WorldSize4|GradientScaler|hsdp_tp|NDTraining'
+suite 8 --files test_fully_shard_training --pattern 3DTraining
+"$python" "$here/judge.py" --expected "$here/expected.toml" --report "$here/report.md" "$work"/ranks{2,4,8}.json

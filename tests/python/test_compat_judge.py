@@ -20,7 +20,7 @@ tests = ["test_a.T.private", "test_a.T.mended"]
 
 [[listed]]
 outcome = "skips"
-kind = "ranks"
+kind = "device"
 reason = "needs 4 ranks"
 tests = ["test_b.T.large"]
 
@@ -96,7 +96,7 @@ def test_a_list_that_is_wrong_is_refused():
     with pytest.raises(ValueError, match="listed twice: test_a.T.private"):
         judge.read_expected(EXPECTED.replace("test_a.T.mended", "test_a.T.private"))
     with pytest.raises(ValueError, match="not a listing"):
-        judge.read_expected(EXPECTED.replace('"ranks"', '"tired"'))
+        judge.read_expected(EXPECTED.replace('"device"', '"tired"'))
 
 
 def test_the_projects_own_list_is_well_formed():

@@ -2,7 +2,7 @@ import pytest
 
 from ranks import RankPool
 
-RANKS = 3
+RANKS = 4
 
 
 @pytest.fixture(scope="session")

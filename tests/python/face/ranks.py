@@ -43,7 +43,8 @@ def on_ranks(*worlds):
 
 
 class RankPool:
-    """Processes for up to ``size`` ranks. A case on fewer ranks uses the first of them."""
+    """Processes for up to ``size`` ranks, started when a case first asks for them. A case on fewer ranks uses the first
+    of them."""
 
     def __init__(self, size):
         self._size = size
@@ -52,8 +53,7 @@ class RankPool:
 
     def run(self, world, module, name, arguments):
         """Runs ``module.name.on_rank`` on ``world`` ranks; fails with the tracebacks of all that raised."""
-        if not self._workers:
-            self._start()
+        self._start(world)
         if world != self._world:
             self._world, self._address = world, f"tcp://127.0.0.1:{_free_port()}"
         order = (world, self._address, module, name, arguments)
@@ -72,9 +72,10 @@ class RankPool:
             self.close()
             pytest.fail("\n".join(failures), pytrace=False)
 
-    def _start(self):
+    def _start(self, world):
         spawn = multiprocessing.get_context("spawn")
-        for rank in range(self._size):
+        assert world <= self._size
+        for rank in range(len(self._workers), world):
             mine, theirs = spawn.Pipe()
             process = spawn.Process(target=_serve, args=(rank, theirs), daemon=True)
             process.start()

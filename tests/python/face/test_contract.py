@@ -145,7 +145,9 @@ def test_what_is_missing_says_so():
     comm = object()
     missing = [
         lambda: fully_shard(nn.Linear(4, 4), shard_placement_fn=lambda param: Shard(1)),
-        lambda: fully_shard(nn.Linear(4, 4), dp_mesh_dims=libfsdp.DataParallelMeshDims(shard="dp")),
+        lambda: fully_shard(
+            nn.Linear(4, 4), mesh=torch.distributed.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)),
+            dp_mesh_dims=libfsdp.DataParallelMeshDims(replicate="dp")),
         lambda: fully_shard(nn.Linear(4, 4)).set_custom_all_gather(comm),
         lambda: fully_shard(nn.Linear(4, 4)).set_custom_reduce_scatter(comm),
         lambda: fully_shard(nn.Linear(4, 4)).set_all_reduce_hook(lambda tensor: None),
