@@ -8,7 +8,7 @@ set(FSDP_PUBLIC_HEADERS fsdp export error distributed device_mesh dtensor clip_g
 list(TRANSFORM FSDP_PUBLIC_HEADERS REPLACE "(.+)" "${PROJECT_SOURCE_DIR}/include/fsdp/\\1.h")
 
 set_target_properties(fsdp PROPERTIES INSTALL_RPATH ${FSDP_TORCH_ROOT}/lib)
-install(TARGETS fsdp EXPORT fsdp-targets)
+install(TARGETS fsdp EXPORT fsdp-targets INCLUDES DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
 install(FILES ${FSDP_PUBLIC_HEADERS} ${PROJECT_BINARY_DIR}/include/fsdp/version.h
   DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/fsdp)
 
