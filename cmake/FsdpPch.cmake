@@ -5,7 +5,9 @@
 add_compile_options(-O0)
 set(CMAKE_CXX_COMPILER_LAUNCHER "")  # hashing the precompiled header costs more than ccache saves
 
-file(WRITE ${PROJECT_BINARY_DIR}/fsdp_pch.cc "")
+if(NOT EXISTS ${PROJECT_BINARY_DIR}/fsdp_pch.cc)
+  file(TOUCH ${PROJECT_BINARY_DIR}/fsdp_pch.cc)
+endif()
 add_library(fsdp_pch OBJECT ${PROJECT_BINARY_DIR}/fsdp_pch.cc)
 target_link_libraries(fsdp_pch PRIVATE fsdp::torch)
 target_precompile_headers(fsdp_pch PRIVATE <torch/torch.h>)

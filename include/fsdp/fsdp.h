@@ -7,4 +7,5 @@
 #include <fsdp/dtensor.h>
 #include <fsdp/error.h>
 #include <fsdp/fully_shard.h>
+#include <fsdp/optim.h>
 #include <fsdp/version.h>

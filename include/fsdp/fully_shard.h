@@ -7,9 +7,11 @@
 #include <tuple>
 #include <type_traits>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include <fsdp/device_mesh.h>
+#include <fsdp/dtensor.h>
 #include <fsdp/export.h>
 #include <torch/nn/module.h>
 #include <torch/nn/pimpl.h>
@@ -34,8 +36,13 @@ struct FullyShardOptions {
   /// first. Undefined: a 1D mesh over the whole world, on the CPU.
   DeviceMesh mesh{};
   /// Free the unsharded parameters after forward and gather them again in backward. Unset: true, but false for the
-  /// root (its parameters are needed at once when backward begins).
-  std::optional<bool> reshard_after_forward{};
+  /// root (its parameters are needed at once when backward begins). A number n, a factor of the size of the shard axis:
+  /// each rank keeps 1/n of the parameters between forward and backward, in the gathered dtype, and backward gathers
+  /// over n consecutive ranks (those of one host, say) alone. 1 means false, the size of the axis true.
+  std::optional<std::variant<bool, int64_t>> reshard_after_forward{};
+  /// Along which dim a parameter is cut: Shard(n) for n >= 0 (the size of dim n must be a multiple of the shard axis if
+  /// n > 0), or nothing for Shard(0). Called once for each parameter; must give the same on every rank.
+  std::function<std::optional<Placement>(const at::Tensor&)> shard_placement_fn{};
   MixedPrecisionPolicy mp_policy{};
   /// Parameters that stay ordinary tensors: not sharded, their gradients not reduced.
   std::vector<at::Tensor> ignored_params{};
@@ -75,6 +82,7 @@ class FSDP_API FSDPModuleBase {
   void set_requires_all_reduce(bool requires_all_reduce, bool recurse = true);
   /// False: the next backward is not the last of its step; reductions may stay in flight when it returns.
   void set_is_last_backward(bool is_last_backward);
+  /// True: over the whole shard axis, also where fully_shard was given a number.
   void set_reshard_after_forward(bool reshard, bool recurse = true);
   /// False: parameters stay whole after backward (for example between the micro-batches of one step).
   void set_reshard_after_backward(bool reshard, bool recurse = true);
@@ -227,7 +235,8 @@ class FSDPModule : public FSDPModuleBase {
 /// rank, or load a checkpoint afterwards).
 ///
 /// InvalidArgument: no parameters; a module given or sharded twice; a parameter that another group owns; a parameter
-/// on another device than the mesh's.
+/// on another device than the mesh's; a placement that does not fit its parameter; a number for reshard_after_forward
+/// that does not divide the shard axis.
 template <class M>
 FSDPModule<M> fully_shard(M module, const FullyShardOptions& options = {}) {
   auto state = module::make_state({module::pointer(module)}, options);

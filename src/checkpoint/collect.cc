@@ -6,10 +6,10 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <c10/util/StringUtil.h>
+#include <fsdp/dtensor.h>
 #include <fsdp/error.h>
 
 #include "checkpoint/optimizer_state.h"
-#include "tensor/sharded_tensor.h"
 
 namespace fsdp::checkpoint {
 namespace {
@@ -77,15 +77,26 @@ HeldTensor hold(std::string name, const at::Tensor& tensor) {
   held.spec.shape = tensor.sizes().vec();
   held.tensor = tensor;
   if (tensor::is_sharded(tensor)) {
-    const auto rows = tensor::rows_of(tensor);
+    const auto rows = tensor::rows_along(tensor, 0);
     held.spec.begin = rows.begin;
     held.spec.end = rows.end;
     held.local = tensor::local_of(tensor);
+    held.dim = tensor::dim_of(tensor);
+    held.cut = tensor::rows_along(tensor, held.dim);
   } else {
     held.spec.end = tensor.dim() == 0 ? 1 : tensor.size(0);
     held.local = tensor;
   }
   return held;
+}
+
+void gather_rows(std::vector<HeldTensor>& held) {
+  for (auto& each : held) {
+    if (each.dim != 0) {
+      const auto count = each.spec.end - each.spec.begin;
+      each.local = dtensor(each.tensor).full_tensor().narrow(0, each.spec.begin, count).clone();
+    }
+  }
 }
 
 ModelTensors collect_model(const torch::nn::Module& model) {

@@ -9,6 +9,7 @@
 
 #include "checkpoint/index.h"
 #include "checkpoint/plan.h"
+#include "tensor/sharded_tensor.h"
 
 /// What a model, an optimizer and the random generators hold, as named rows.
 namespace fsdp::checkpoint {
@@ -16,12 +17,18 @@ namespace fsdp::checkpoint {
 constexpr const char* kModelPrefix = "model.";
 constexpr const char* kOptimizerPrefix = "optimizer.";
 
-/// A tensor of which this rank has rows: where they are, and what they are called.
+/// A tensor of which this rank has a part: where it is, and what it is called.
 struct HeldTensor {
-  LocalTensor spec;
+  LocalTensor spec;  ///< with the rows (of dim 0) that this rank saves
   at::Tensor tensor;
-  at::Tensor local;  ///< its rows on this rank, sharing memory: the tensor itself if it is not sharded
+  at::Tensor local;  ///< its part on this rank, sharing memory: the tensor itself if it is not sharded
+  /// The dim that is cut, and of it the rows in `local`. Files hold rows of dim 0 whatever this is.
+  int64_t dim = 0;
+  tensor::RowRange cut;
 };
+
+/// For saving: tensors that are cut along another dim get their rows of dim 0 as `local`, a copy. Collective.
+void gather_rows(std::vector<HeldTensor>& held);
 
 /// A model's parameters and buffers. A tied tensor is held under its first name; its others are aliases.
 struct ModelTensors {

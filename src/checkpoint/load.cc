@@ -103,8 +103,10 @@ void read_into(const HeldTensor& target, const RankFile& file, uint64_t begin, c
   // copy_, not a read in place: it tells whoever watches the tensor's version, and reaches any device and layout.
   if (shape.empty()) {
     target.local.copy_(rows.view(target.local.sizes()));
-  } else {
+  } else if (target.dim == 0) {
     target.local.narrow(0, read.begin - target.spec.begin, count).copy_(rows);
+  } else {
+    target.local.narrow(0, read.begin, count).copy_(rows.narrow(target.dim, target.cut.begin, target.cut.size()));
   }
 }
 
@@ -114,8 +116,11 @@ class ReadPlan {
   ReadPlan(std::string folder, const Index& index, const std::vector<HeldTensor>& targets, int rank, int size)
       : folder_(std::move(folder)), index_(index), targets_(targets) {
     for (size_t i = 0; i < targets.size(); ++i) {
+      // Of a tensor that is cut along another dim, every row has something for this rank.
       const auto& spec = targets[i].spec;
-      for (const auto& read : plan_reads(*find_tensor(index, spec.name), spec.begin, spec.end)) {
+      const bool rows = targets[i].dim == 0;
+      const int64_t begin = rows ? spec.begin : 0, end = rows ? spec.end : spec.shape[0];
+      for (const auto& read : plan_reads(*find_tensor(index, spec.name), begin, end)) {
         by_file_[read.piece.rank].push_back({i, read});
       }
     }

@@ -131,6 +131,7 @@ void save(const torch::nn::Module& model, const torch::optim::Optimizer* optimiz
     }
   });
   const auto all_specs = ranks.gather(encode(specs_of(held)));
+  gather_rows(held);
 
   std::unique_ptr<Staging> staging;  // rank 0's
   ranks.together([&] {

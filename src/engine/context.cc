@@ -57,6 +57,7 @@ std::shared_ptr<Context> Context::create(const std::vector<ParamGroup*>& groups,
     }
     group->drop_discarded();
     group->reshard();
+    group->drop_part();
     group->context_ = context;
     auto& place = group->place;
     auto* parent = place.parent;
@@ -118,6 +119,7 @@ void Context::note_config_change() {
     const auto& place = group->place;
     mix(config_, flags.reshard_after_forward + 2 * flags.reshard_after_backward + 4 * flags.all_reduce_gradients);
     mix(config_, std::hash<double>()(flags.divide_factor));
+    mix(config_, static_cast<uint64_t>(group->kept_over()));
     mix_list(place.explicit_forward_prefetch, place.forward_prefetch);
     mix_list(place.explicit_backward_prefetch, place.backward_prefetch);
   }
@@ -130,7 +132,9 @@ uint64_t Context::state_key(uint64_t salt) const {
   mix(key, salt);
   mix(key, config_);
   for (const auto* group : groups_) {
-    if (group && group->state() != GatherState::kSharded) mix(key, static_cast<uint64_t>(group->place.id) + 2);
+    if (!group) continue;
+    if (group->state() != GatherState::kSharded) mix(key, static_cast<uint64_t>(group->place.id) + 2);
+    if (group->holds_part()) mix(key, ~static_cast<uint64_t>(group->place.id));
   }
   return key;
 }
@@ -145,6 +149,7 @@ std::vector<uint8_t> Context::begin_phase(Phase phase, Step step, uint64_t salt,
     if (!group) continue;
     group->drop_discarded();
     if (group->state() != GatherState::kSharded && group->stale()) group->reshard();
+    if (group->holds_part() && (phase != Phase::kBackward || group->stale())) group->drop_part();
   }
   ahead_.clear();
   open_.clear();
@@ -153,7 +158,9 @@ std::vector<uint8_t> Context::begin_phase(Phase phase, Step step, uint64_t salt,
   if (!meet({step, 0, state_key(salt)}, joined)) {
     // A group that only some ranks used stays whole on those only. All see it, and all start over from shards.
     for (auto* group : groups_) {
-      if (group) group->reshard();
+      if (!group) continue;
+      group->reshard();
+      group->drop_part();
     }
     joined = flags;
     if (!meet({step, 0, state_key(salt)}, joined)) {
@@ -166,6 +173,9 @@ std::vector<uint8_t> Context::begin_phase(Phase phase, Step step, uint64_t salt,
     }
   }
   schedule_.begin(state_key(salt));
+  for (auto* group : groups_) {
+    if (group) group->use_part(group->holds_part());
+  }
   phase_ = phase;
   return joined;
 }
@@ -287,6 +297,7 @@ void Context::reset() {
     if (!group) continue;
     group->drop_discarded();
     group->reshard();
+    group->drop_part();
     group->drop_discarded();
     group->drop_gradients();
     auto& place = group->place;
@@ -389,7 +400,10 @@ void Context::open(ParamGroup& group) {
 
 void Context::close(ParamGroup& group) {
   const auto& flags = group.flags();
-  if (phase_ == Phase::kBackward ? flags.reshard_after_backward : flags.reshard_after_forward) group.reshard();
+  if (phase_ == Phase::kBackward ? flags.reshard_after_backward : flags.reshard_after_forward) {
+    if (phase_ == Phase::kForward && forward_records_) group.keep_part();
+    group.reshard();
+  }
   if (current_ == &group) current_ = nullptr;
 }
 
@@ -631,6 +645,7 @@ void Context::finish_backward() {
       if (!group) continue;
       if (group->flags().reshard_after_backward) group->reshard();
       group->drop_discarded();
+      group->drop_part();
       group->remember_arrivals();
       const bool handed_out = group->place.issued && group->flags().all_reduce_gradients;
       if (handed_out) {
@@ -692,6 +707,7 @@ void Context::unshard(ParamGroup& group, bool wait) {
 
 void Context::reshard(ParamGroup& group) {
   group.reshard();
+  group.drop_part();
   group.place.pinned = false;
   if (current_ == &group) current_ = nullptr;
 }

@@ -27,8 +27,6 @@ struct PlainTensors {
   at::AutoDispatchBelowADInplaceOrView below;
 };
 
-using Run = shard::FlatLayout::Run;
-
 std::string with_group(const std::string& what, const std::string& group, const char* act) {
   return what + " (while waiting for the " + act + " of group '" + group + "')";
 }
@@ -56,7 +54,6 @@ ParamGroup::ParamGroup(std::string name, const std::vector<NamedParam>& params, 
   set_name(std::move(name));
   const int64_t axis = mesh.ndim() - 1;  // the shard axis; a first axis replicates
   auto& state = *mesh.state();
-  gather_channel_ = state.axis_channel(axis, mesh::Lane::kGather);
   reduce_channel_ = state.axis_channel(axis, mesh::Lane::kReduce);
   world_ = mesh.shape()[axis];
   rank_ = mesh.coordinate(axis);
@@ -71,36 +68,38 @@ ParamGroup::ParamGroup(std::string name, const std::vector<NamedParam>& params, 
     return width(a->tensor.scalar_type()) > width(b->tensor.scalar_type());
   });
 
-  std::vector<shard::FlatLayout::Array> stored, gathered;
+  std::vector<shard::FlatLayout::Array> stored;
   for (const auto* param : sorted) {
     const auto& tensor = param->tensor;
     const bool casts = policy.param_dtype && tensor.is_floating_point() && *policy.param_dtype != tensor.scalar_type();
     const auto dtype = casts ? *policy.param_dtype : tensor.scalar_type();
     casts_ = casts_ || casts;
-    params_.push_back(std::make_unique<ShardedParam>(this, param->name, tensor, dtype));
+    params_.push_back(std::make_unique<ShardedParam>(this, param->name, tensor, param->dim, dtype));
     auto& p = *params_.back();
     p.index_ = params_.size() - 1;
-    stored.push_back({p.rows(), p.row_numel() * width(tensor.scalar_type())});
-    gathered.push_back({p.rows(), p.row_numel() * width(dtype)});
+    stored.push_back(p.array(width(tensor.scalar_type())));
   }
   const shard::FlatLayout store(stored, world_);
-  gather_layout_ = std::make_unique<shard::FlatLayout>(gathered, world_);
+  axis_ = span_over(state.axis_channel(axis, mesh::Lane::kGather), rank_);
 
   PlainTensors plain;
   flat_shard_ = at::empty({store.segments().length(rank_)}, at::TensorOptions().dtype(at::kByte).device(device_));
   for (size_t i = 0; i < params_.size(); ++i) {
     auto& param = *params_[i];
-    const auto rows = shard::rows_of_rank(param.rows(), world_, rank_);
-    auto sizes = param.sizes();
-    if (sizes.empty()) sizes.push_back(0);
-    sizes[0] = rows.size();
+    const auto part = narrow_rows(sorted[i]->tensor, param.dim(), rows_here(param));
     auto view = flat_shard_.narrow(0, store.local_offset(i, rank_), store.local_length(i, rank_));
-    auto local = view.view(param.dtype()).view(sizes);
-    const auto& whole = sorted[i]->tensor;
-    local.copy_((whole.dim() == 0 ? whole.reshape({1}) : whole).narrow(0, rows.begin, rows.size()));
+    auto local = view.view(param.dtype()).view(part.sizes());
+    local.copy_(part);
     // Its own storage handle with a fresh impl: the version counter is then the leaf's alone.
     param.attach_shard(local.alias());
   }
+}
+
+ParamGroup::Span ParamGroup::span_over(std::shared_ptr<comm::Channel> channel, int64_t rank) const {
+  std::vector<shard::FlatLayout::Array> gathered;
+  for (const auto& param : params_) gathered.push_back(param->array(width(param->leaf().scalar_type())));
+  auto layout = std::make_shared<shard::FlatLayout>(std::move(gathered), channel->size());
+  return {std::move(channel), std::move(layout), rank};
 }
 
 void ParamGroup::set_name(std::string name) {
@@ -129,14 +128,18 @@ bool ParamGroup::is_inside(const ParamGroup& other) const {
 /// What was gathered goes into the leaves of a group, or nowhere if there is none (any more).
 class ParamGroup::Destination final : public comm::Placement {
  public:
-  explicit Destination(ParamGroup* into) : group(into) {}
+  Destination(ParamGroup* into, std::shared_ptr<const shard::FlatLayout> layout)
+      : group(into), layout_(std::move(layout)) {}
   void segment(int64_t rank, const void* bytes) override {
-    if (group) group->place_segment(rank, static_cast<const char*>(bytes));
+    if (group) group->place_segment(*layout_, rank, static_cast<const char*>(bytes));
   }
   void whole(const void* bytes) override {
-    if (group) group->place_whole(static_cast<const char*>(bytes));
+    if (group) group->place_whole(*layout_, static_cast<const char*>(bytes));
   }
   ParamGroup* group;
+
+ private:
+  std::shared_ptr<const shard::FlatLayout> layout_;
 };
 
 ParamGroup::~ParamGroup() {
@@ -145,11 +148,12 @@ ParamGroup::~ParamGroup() {
 }
 
 at::Tensor ParamGroup::gather_input() const {
+  if (from_part_) return part_bytes_;
   if (!casts_) return flat_shard_;
-  auto source = gather_channel_->buffer(gather_layout_->segments().length(rank_), device_);
+  auto source = axis_.channel->buffer(axis_.length(), device_);
   for (size_t i = 0; i < params_.size(); ++i) {
     const auto& param = *params_[i];
-    auto place = source.narrow(0, gather_layout_->local_offset(i, rank_), gather_layout_->local_length(i, rank_));
+    auto place = source.narrow(0, axis_.layout->local_offset(i, rank_), axis_.layout->local_length(i, rank_));
     place.view(param.leaf().scalar_type()).copy_(param.shard().reshape({-1}));
   }
   return source;
@@ -160,8 +164,9 @@ ParamGroup::Gather ParamGroup::start_gather(ParamGroup* into) {
   c10::InferenceMode normal(false);
   at::NoGradGuard no_grad;
   PlainTensors plain;
-  Gather gather{std::make_shared<Destination>(into), gather_input(), nullptr};
-  gather.pending = gather_channel_->all_gather_to(gather.destination, gather.source, gather_layout_->segments());
+  const auto& span = from_part_ ? *part_ : axis_;
+  Gather gather{std::make_shared<Destination>(into, span.layout), gather_input(), nullptr};
+  gather.pending = span.channel->all_gather_to(gather.destination, gather.source, span.layout->segments());
   gather.held_bytes = gather.pending->held_bytes();
   note_param_bytes(gather.held_bytes);
   return gather;
@@ -194,23 +199,21 @@ void ParamGroup::allocate_leaves() {
   note_param_bytes(unsharded_bytes());
 }
 
-void ParamGroup::place_segment(int64_t rank, const char* bytes) {
+void ParamGroup::place_segment(const shard::FlatLayout& layout, int64_t rank, const char* bytes) {
   allocate_leaves();
   for (size_t i = 0; i < params_.size(); ++i) {
-    const int64_t length = gather_layout_->local_length(i, rank);
-    if (length == 0) continue;
-    base::copy_bytes(params_[i]->leaf_bytes() + gather_layout_->array_offset(i, rank),
-                     bytes + gather_layout_->local_offset(i, rank), length, device_);
+    const auto part = layout.part(i, rank);
+    if (part.length == 0) continue;
+    base::copy_blocks(params_[i]->leaf_bytes() + part.at, part.stride, bytes + layout.local_offset(i, rank),
+                      part.length, part.length, part.count, device_);
   }
 }
 
-void ParamGroup::place_whole(const char* bytes) {
+void ParamGroup::place_whole(const shard::FlatLayout& layout, const char* bytes) {
   allocate_leaves();
   for (size_t i = 0; i < params_.size(); ++i) {
     char* to = params_[i]->leaf_bytes();
-    gather_layout_->for_each_run(i, [&](const Run& run) {
-      base::copy_blocks(to + run.at, run.length, bytes + run.flat, run.flat_stride, run.length, run.count, device_);
-    });
+    layout.for_each_run(i, [&](const Run& run) { copy_to_array(to, bytes, run, 1, device_); });
   }
 }
 
@@ -226,6 +229,39 @@ void ParamGroup::reshard() {
     leaves_allocated_ = false;
   }
   state_ = GatherState::kSharded;
+}
+
+void ParamGroup::keep_over(int64_t ranks) {
+  drop_part();
+  part_.reset();
+  if (ranks == 0) return;
+  const int64_t axis = mesh_.ndim() - 1;
+  part_ = span_over(mesh_.state()->part_channel(axis, ranks, mesh::Lane::kGather), rank_ % ranks);
+}
+
+void ParamGroup::keep_part() {
+  if (!part_ || state_ != GatherState::kUnsharded) return;
+  PlainTensors plain;
+  const auto& layout = *part_->layout;
+  part_bytes_ = at::empty({part_->length()}, flat_shard_.options());
+  for (size_t i = 0; i < params_.size(); ++i) {
+    const auto part = layout.part(i, part_->rank);
+    auto* to = static_cast<char*>(part_bytes_.data_ptr()) + layout.local_offset(i, part_->rank);
+    base::copy_blocks(to, part.length, params_[i]->leaf_bytes() + part.at, part.stride, part.length, part.count,
+                      device_);
+  }
+}
+
+at::Tensor ParamGroup::part_of(const ShardedParam& param) const {
+  PlainTensors plain;
+  const auto& layout = *part_->layout;
+  const auto i = param.index();
+  auto sizes = param.sizes();
+  if (sizes.empty()) sizes.push_back(1);
+  sizes[static_cast<size_t>(param.dim())] = shard::rows_of_rank(param.rows(), layout.world(), part_->rank).size();
+  return part_bytes_.narrow(0, layout.local_offset(i, part_->rank), layout.local_length(i, part_->rank))
+      .view(param.leaf().scalar_type())
+      .view(sizes);
 }
 
 void ParamGroup::join_gather() {
@@ -246,7 +282,6 @@ bool ParamGroup::stale() const {
 void ShardedParam::write_back() {
   at::NoGradGuard no_grad;
   PlainTensors plain;
-  const auto rows = group_->rows_here(*this);
   if (leaf_.scalar_type() != dtype_) {
     throw NotSupported("libfsdp: parameter '" + name_ +
                        "' was written in place inside forward while a mixed precision policy gathers it in another "
@@ -254,7 +289,7 @@ void ShardedParam::write_back() {
   }
   // The leaf's key would send this through the fallback again; its bytes are here.
   c10::impl::ExcludeDispatchKeyGuard below_key(kKey);
-  shard_.copy_((leaf_.dim() == 0 ? leaf_.view({1}) : leaf_).narrow(0, rows.begin, rows.size()));
+  shard_.copy_(narrow_rows(leaf_, dim_, group_->rows_here(*this)));
   filled_version_ = version();
 }
 
@@ -303,7 +338,7 @@ void ParamGroup::update_membership() {
   }
   for (auto& bucket : buckets_) {
     std::vector<shard::FlatLayout::Array> arrays;
-    for (auto* param : bucket->params) arrays.push_back({param->rows(), param->row_numel()});
+    for (auto* param : bucket->params) arrays.push_back(param->array(1));
     bucket->layout = std::make_unique<shard::FlatLayout>(std::move(arrays), world_);
   }
   for (size_t i = 0; i < params_.size(); ++i) {
@@ -341,10 +376,8 @@ void ParamGroup::store_gradient(ShardedParam& param, at::Tensor gradient) {
     const int64_t bytes = width(bucket.dtype);
     char* to = static_cast<char*>(bucket.input.data_ptr());
     const char* from = static_cast<const char*>(gradient.const_data_ptr());
-    bucket.layout->for_each_run(param.bucket_index_, [&](const Run& run) {
-      base::copy_blocks(to + run.flat * bytes, run.flat_stride * bytes, from + run.at * bytes, run.length * bytes,
-                        run.length * bytes, run.count, device_);
-    });
+    bucket.layout->for_each_run(param.bucket_index_,
+                                [&](const Run& run) { copy_to_flat(to, from, run, bytes, device_); });
   }
   param.held_ = true;
   ++param.arrivals_;

@@ -43,14 +43,16 @@ struct GroupFlags {
 struct NamedParam {
   std::string name;
   at::Tensor tensor;
+  int64_t dim = 0;  // to be cut along
 };
 
 /// Parameters that are gathered by one all-gather and whose gradients are reduced together, whichever face or layout
 /// made it. Knows how, not when: the order of collectives is the Context's.
 ///
 /// Bytes: one flat buffer of this rank's rows, alive as long as the group (the shards are views of it); the leaves,
-/// whole, between finish_gather() and reshard(); one flat gather buffer while gathering; one flat buffer of unsharded
-/// gradients from the first arrival until its reduction is done.
+/// whole, between finish_gather() and reshard(); one flat gather buffer while gathering; this rank's rows over some
+/// ranks between forward and backward where keep_over() asks for it; one flat buffer of unsharded gradients from the
+/// first arrival until its reduction is done.
 class ParamGroup {
  public:
   ParamGroup(std::string name, const std::vector<NamedParam>& params, const DeviceMesh& mesh,
@@ -64,7 +66,7 @@ class ParamGroup {
   const DeviceMesh& mesh() const { return mesh_; }
   const std::vector<std::unique_ptr<ShardedParam>>& params() const { return params_; }
   GroupFlags& flags() { return flags_; }
-  int64_t unsharded_bytes() const { return gather_layout_->segments().total(); }
+  int64_t unsharded_bytes() const { return axis_.layout->segments().total(); }
   /// The rows of `param` that this rank owns.
   shard::RowRange rows_here(const ShardedParam& param) const {
     return shard::rows_of_rank(param.rows(), world_, rank_);
@@ -83,6 +85,19 @@ class ParamGroup {
   void finish_gather();
   /// to kSharded. Frees the leaves; a gather under way is left to end unseen (see drop_discarded).
   void reshard();
+
+  /// Between forward and backward, keep this rank's rows over `ranks` consecutive ranks of the shard axis (a factor of
+  /// its size), so that backward gathers over those alone. 0: do not. Collective among the shard axis.
+  void keep_over(int64_t ranks);
+  int64_t kept_over() const { return part_ ? part_->channel->size() : 0; }
+  /// kUnsharded: keeps the rows that keep_over() says; does nothing without it.
+  void keep_part();
+  void drop_part() { use_part(false), part_bytes_.reset(); }
+  bool holds_part() const { return part_bytes_.defined(); }
+  /// Gathers from now on are over the kept rows, or over the shards. Equal on all ranks, as holds_part() then is.
+  void use_part(bool use) { from_part_ = use; }
+  /// The kept rows of `param`, in the gathered dtype. Valid until drop_part().
+  at::Tensor part_of(const ShardedParam& param) const;
   /// Takes part in an all-gather whose result this rank does not need.
   void join_gather();
   /// Waits for gathers that nobody wanted.
@@ -160,14 +175,26 @@ class ParamGroup {
   DtypePolicy policy_;
   GroupFlags flags_;
   std::shared_ptr<Context> context_;
-  std::shared_ptr<comm::Channel> gather_channel_, reduce_channel_, replica_channel_;
+  std::shared_ptr<comm::Channel> reduce_channel_, replica_channel_;
   int64_t world_ = 1, rank_ = 0, replicas_ = 1;
   c10::Device device_;
 
   std::vector<std::unique_ptr<ShardedParam>> params_;  // wider dtypes first, so that no view is misaligned
   at::Tensor flat_shard_;                              // bytes
-  std::unique_ptr<shard::FlatLayout> gather_layout_;   // in bytes of the gathered dtypes
   bool casts_ = false;                                 // shards are cast before they are gathered
+
+  /// Consecutive ranks over which leaves are cut and gathered.
+  struct Span {
+    std::shared_ptr<comm::Channel> channel;
+    std::shared_ptr<const shard::FlatLayout> layout;  // in bytes of the gathered dtypes
+    int64_t rank = 0;
+    int64_t length() const { return layout->segments().length(rank); }
+  };
+  Span span_over(std::shared_ptr<comm::Channel> channel, int64_t rank) const;
+  Span axis_;                 // the whole shard axis
+  std::optional<Span> part_;  // of which some are kept between forward and backward
+  at::Tensor part_bytes_;
+  bool from_part_ = false;
 
   GatherState state_ = GatherState::kSharded;
   bool leaves_allocated_ = false;
@@ -182,8 +209,8 @@ class ParamGroup {
   Gather start_gather(ParamGroup* into);
   void end_gather(Gather& gather);
   void allocate_leaves();
-  void place_segment(int64_t rank, const char* bytes);
-  void place_whole(const char* bytes);
+  void place_segment(const shard::FlatLayout& layout, int64_t rank, const char* bytes);
+  void place_whole(const shard::FlatLayout& layout, const char* bytes);
   std::optional<Gather> gathering_;
   std::vector<Gather> discarded_;
 

@@ -32,10 +32,10 @@ void tag_tensor(const at::Tensor& tensor, c10::intrusive_ptr<c10::BackendMeta> m
   impl->set_backend_meta(std::move(meta));
 }
 
-ShardedParam::ShardedParam(ParamGroup* group, std::string name, const at::Tensor& original, at::ScalarType gather_dtype)
-    : group_(group), name_(std::move(name)), sizes_(original.sizes().vec()), dtype_(original.scalar_type()) {
-  rows_ = sizes_.empty() ? 1 : sizes_[0];
-  row_numel_ = rows_ == 0 ? 0 : original.numel() / rows_;
+ShardedParam::ShardedParam(ParamGroup* group, std::string name, const at::Tensor& original, int64_t dim,
+                           at::ScalarType gather_dtype)
+    : group_(group), name_(std::move(name)), sizes_(original.sizes().vec()), dtype_(original.scalar_type()), dim_(dim) {
+  for (int64_t d = 0; d < original.dim(); ++d) (d < dim ? slabs_ : d == dim ? rows_ : row_numel_) *= original.size(d);
   leaf_ = at::empty(sizes_, original.options().dtype(gather_dtype).requires_grad(false));
   tag_ = c10::make_intrusive<LeafTag>(this);
   tag_tensor(leaf_, tag_);

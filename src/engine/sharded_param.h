@@ -32,7 +32,13 @@ struct LeafTag : Tag {
   ShardedParam* param;
 };
 
-/// One parameter of a group: the rows that this rank owns, and the unsharded leaf that forward and backward read.
+/// A view of `rows` of `whole` along `dim`; a 0-dim tensor is one row.
+inline at::Tensor narrow_rows(const at::Tensor& whole, int64_t dim, shard::RowRange rows) {
+  return (whole.dim() == 0 ? whole.reshape({1}) : whole).narrow(dim, rows.begin, rows.size());
+}
+
+/// One parameter of a group: the rows of one dim that this rank owns, and the unsharded leaf that forward and backward
+/// read.
 ///
 /// The leaf is one tensor for life. Its StorageImpl is emptied and refilled (note: storage stays, bytes go), so that
 /// views which autograd saved become valid again when the group is gathered again.
@@ -40,8 +46,10 @@ struct LeafTag : Tag {
 /// fail as it does in plain torch.
 class ShardedParam {
  public:
-  /// `original` is the whole parameter; its rows of this rank are copied into `shard` later by the group.
-  ShardedParam(ParamGroup* group, std::string name, const at::Tensor& original, at::ScalarType gather_dtype);
+  /// `original` is the whole parameter, to be cut along `dim`; its rows of this rank are copied into `shard` later by
+  /// the group.
+  ShardedParam(ParamGroup* group, std::string name, const at::Tensor& original, int64_t dim,
+               at::ScalarType gather_dtype);
   ~ShardedParam();
   ShardedParam(const ShardedParam&) = delete;
   ShardedParam& operator=(const ShardedParam&) = delete;
@@ -52,9 +60,12 @@ class ShardedParam {
   size_t index() const { return index_; }
   const std::vector<int64_t>& sizes() const { return sizes_; }
   at::ScalarType dtype() const { return dtype_; }
+  /// The dim that is cut, and its size: 0 and 1 where the parameter has no dims.
+  int64_t dim() const { return dim_; }
   int64_t rows() const { return rows_; }
-  int64_t row_numel() const { return row_numel_; }
-  int64_t numel() const { return rows_ * row_numel_; }
+  int64_t numel() const { return slabs_ * rows_ * row_numel_; }
+  /// The whole with `unit` units an element, as a layout sees it.
+  shard::FlatLayout::Array array(int64_t unit) const { return {rows_, row_numel_ * unit, slabs_}; }
 
   /// Global sizes, gather dtype; tagged. Has bytes only while the group is unsharded.
   const at::Tensor& leaf() const { return leaf_; }
@@ -91,7 +102,7 @@ class ShardedParam {
   std::string name_;
   std::vector<int64_t> sizes_;
   at::ScalarType dtype_;
-  int64_t rows_ = 0, row_numel_ = 0;
+  int64_t dim_, rows_ = 1, row_numel_ = 1, slabs_ = 1;
   at::Tensor leaf_, shard_;
   uint32_t filled_version_ = 0;  // of the shard, when the leaf was last filled from it
   c10::intrusive_ptr<LeafTag> tag_;

@@ -53,6 +53,14 @@ std::shared_ptr<comm::Channel> MeshState::axis_channel(int64_t axis, Lane lane) 
   return channel(c10::str(names_[axis], ".", lane_name(lane)), [&] { return ranks_along({axis}); });
 }
 
+std::shared_ptr<comm::Channel> MeshState::part_channel(int64_t axis, int64_t ranks, Lane lane) {
+  const int64_t first = coordinate(axis) / ranks * ranks;
+  return channel(c10::str(names_[axis], "/", ranks, ".", lane_name(lane)), [&] {
+    const auto all = ranks_along({axis});
+    return std::vector<int>(all.begin() + first, all.begin() + first + ranks);
+  });
+}
+
 std::shared_ptr<comm::Channel> MeshState::flat_channel(Lane lane) {
   return shape_.size() == 1 ? axis_channel(0, lane)
                             : channel(c10::str(c10::Join("+", names_), ".", lane_name(lane)), [&] { return ranks_; });

@@ -36,6 +36,9 @@ class MeshState {
 
   /// The channel among the ranks that differ from this one only in `axis`. Channel rank = coordinate(axis).
   std::shared_ptr<comm::Channel> axis_channel(int64_t axis, Lane lane);
+  /// The channel among the `ranks` consecutive ones of those, a factor of their number, that this rank is one of.
+  /// Channel rank = coordinate(axis) % ranks.
+  std::shared_ptr<comm::Channel> part_channel(int64_t axis, int64_t ranks, Lane lane);
   /// The channel among all ranks of the mesh; on a 1D mesh it is axis_channel(0, lane).
   std::shared_ptr<comm::Channel> flat_channel(Lane lane);
 

@@ -33,6 +33,51 @@ std::string dotted(const Visit& visit, const std::string& name) {
   return visit.path.empty() ? name : visit.path + "." + name;
 }
 
+/// The dim that `tensor` is to be cut along; `wrong` gets what is the matter with it.
+template <class Wrong>
+int64_t cut_dim(const std::string& name, const at::Tensor& tensor, const FullyShardOptions& options, Wrong&& wrong) {
+  const auto placement = options.shard_placement_fn ? options.shard_placement_fn(tensor) : std::nullopt;
+  if (!placement) return 0;
+  const std::string asked =
+      "shard_placement_fn for parameter '" + name + "' (sizes " + c10::str(tensor.sizes()) + "): ";
+  if (placement->kind != Placement::Kind::kShard) {
+    wrong(asked + "expected Shard(n), got Replicate(); give the parameter to ignored_params to keep it whole");
+    return 0;
+  }
+  const int64_t dims = std::max<int64_t>(tensor.dim(), 1), axis = options.mesh.shape().back();
+  const int64_t dim = placement->dim < 0 ? placement->dim + dims : placement->dim;
+  if (dim < 0 || dim >= dims) {
+    wrong(asked + "it has no dim " + std::to_string(placement->dim));
+  } else if (dim > 0 && tensor.size(dim) % axis != 0) {
+    wrong(asked + "dim " + std::to_string(dim) + " has " + std::to_string(tensor.size(dim)) +
+          " rows, expected a multiple of " + std::to_string(axis) +
+          ", the size of the shard axis; only dim 0 is cut unevenly");
+  } else {
+    return dim;
+  }
+  return 0;
+}
+
+/// What reshard_after_forward says.
+struct Reshard {
+  bool set = false;
+  bool free = true;  // where it is set
+  int64_t over = 0;  // the number of ranks over which parameters are kept; 0: all, and nothing is kept
+};
+
+template <class Wrong>
+Reshard reshard_of(const FullyShardOptions& options, Wrong&& wrong) {
+  const auto& given = options.reshard_after_forward;
+  if (!given) return {};
+  if (const auto* flag = std::get_if<bool>(&*given)) return {true, *flag, 0};
+  const int64_t over = std::get<int64_t>(*given), axis = options.mesh.shape().back();
+  if (over < 1 || axis % over != 0) {
+    wrong("reshard_after_forward is " + std::to_string(over) + ", expected a factor of " + std::to_string(axis) +
+          ", the size of the shard axis; true or false are possible always");
+  }
+  return {true, over != 1, over == 1 || over == axis ? 0 : over};
+}
+
 std::string type_name(const std::optional<at::ScalarType>& type) { return type ? c10::toString(*type) : "-"; }
 
 Survey survey(const std::vector<std::shared_ptr<torch::nn::Module>>& modules, const FullyShardOptions& options) {
@@ -83,8 +128,10 @@ Survey survey(const std::vector<std::shared_ptr<torch::nn::Module>>& modules, co
       std::ostringstream line;
       line << name << " " << tensor.sizes() << " " << c10::toString(tensor.scalar_type())
            << (tensor.requires_grad() ? "" : " frozen");
+      const int64_t dim = cut_dim(name, tensor, options, wrong);
+      if (dim != 0) line << " Shard(" << dim << ")";
       result.lines.push_back(line.str());
-      result.params.push_back({name, tensor});
+      result.params.push_back({name, tensor, dim});
     }
   }
   if (result.params.empty() && result.inner.empty()) {
@@ -98,8 +145,11 @@ Survey survey(const std::vector<std::shared_ptr<torch::nn::Module>>& modules, co
   const auto& policy = options.mp_policy;
   result.lines.push_back("param_dtype " + type_name(policy.param_dtype) + ", reduce_dtype " +
                          type_name(policy.reduce_dtype));
-  const auto& reshard = options.reshard_after_forward;
-  result.lines.push_back(std::string("reshard_after_forward ") + (!reshard ? "-" : *reshard ? "true" : "false"));
+  const auto reshard = reshard_of(options, wrong);
+  result.lines.push_back("reshard_after_forward " + (reshard.over > 0 ? std::to_string(reshard.over)
+                                                     : !reshard.set   ? "-"
+                                                     : reshard.free   ? "true"
+                                                                      : "false"));
   result.lines.push_back(std::to_string(result.inner.size()) + " inner groups");
   return result;
 }
@@ -136,15 +186,19 @@ std::shared_ptr<ModuleState> make_state(std::vector<std::shared_ptr<torch::nn::M
   for (const auto& param : group.params()) {
     const auto original = std::find_if(plan.params.begin(), plan.params.end(),
                                        [&](const auto& named) { return named.name == param->name(); });
-    tensor::become_parameter(original->tensor, tensor::Spec::of_parameter(param->name(), options.mesh, param->sizes()),
-                             std::shared_ptr<engine::ShardedParam>(state, param.get()));
+    tensor::become_parameter(
+        original->tensor,
+        tensor::Spec::of_parameter(param->name(), options.mesh, param->sizes(), param->dim(), param->array(1)),
+        std::shared_ptr<engine::ShardedParam>(state, param.get()));
   }
   auto groups = plan.inner;
   groups.insert(groups.begin(), &group);
   arrange(plan.visits, groups, group);
+  const auto reshard = reshard_of(options, [](const std::string&) {});
+  group.keep_over(reshard.over);
   for (auto* each : groups) {
-    each->flags().reshard_after_forward =
-        ModuleState::of(*each).options().reshard_after_forward.value_or(each != &group);
+    const auto asked = reshard_of(ModuleState::of(*each).options(), [](const std::string&) {});
+    each->flags().reshard_after_forward = asked.set ? asked.free : each != &group;
   }
   engine::Context::create(groups, options.mesh);
   return state;
@@ -258,7 +312,10 @@ void FSDPModuleBase::set_requires_all_reduce(bool requires_all_reduce, bool recu
 void FSDPModuleBase::set_is_last_backward(bool) {}
 
 void FSDPModuleBase::set_reshard_after_forward(bool reshard, bool recurse) {
-  for_each_group(*state_, recurse, [&](auto& group) { group.flags().reshard_after_forward = reshard; });
+  for_each_group(*state_, recurse, [&](auto& group) {
+    group.flags().reshard_after_forward = reshard;
+    group.keep_over(0);
+  });
 }
 
 void FSDPModuleBase::set_reshard_after_backward(bool reshard, bool recurse) {

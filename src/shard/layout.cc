@@ -17,7 +17,7 @@ Segments make_segments(const std::vector<FlatLayout::Array>& arrays, int64_t wor
     const int64_t chunk = chunk_of(array.rows, world);
     even = even && chunk * world == array.rows;
     for (int64_t rank = 0; chunk > 0 && rank * chunk < array.rows; ++rank) {
-      lengths[rank] += std::min(chunk, array.rows - rank * chunk) * array.row_units;
+      lengths[rank] += std::min(chunk, array.rows - rank * chunk) * array.row_units * array.slabs;
     }
   }
   return even ? Segments(world, lengths.empty() ? 0 : lengths[0]) : Segments(world, lengths);
@@ -36,7 +36,7 @@ FlatLayout::FlatLayout(std::vector<Array> arrays, int64_t world)
   for (const auto& array : arrays_) {
     chunk_rows_.push_back(chunk_of(array.rows, world));
     full_offset_.push_back(offset);
-    offset += chunk_rows_.back() * array.row_units;
+    offset += chunk_rows_.back() * array.row_units * array.slabs;
   }
   if (segments_.even()) return;
   const int64_t active = segments_.active();
@@ -55,12 +55,15 @@ int64_t FlatLayout::local_offset(size_t i, int64_t rank) const {
   return rank < segments_.active() ? ragged_offsets_[rank * arrays_.size() + i] : 0;
 }
 
-int64_t FlatLayout::array_offset(size_t i, int64_t rank) const {
-  return rows_of_rank(arrays_[i].rows, world(), rank).begin * arrays_[i].row_units;
+FlatLayout::Part FlatLayout::part(size_t i, int64_t rank) const {
+  const auto& array = arrays_[i];
+  const auto rows = rows_of_rank(array.rows, world(), rank);
+  return {rows.begin * array.row_units, array.slab_units(), rows.size() * array.row_units, array.slabs};
 }
 
 int64_t FlatLayout::local_length(size_t i, int64_t rank) const {
-  return rows_of_rank(arrays_[i].rows, world(), rank).size() * arrays_[i].row_units;
+  const auto& array = arrays_[i];
+  return rows_of_rank(array.rows, world(), rank).size() * array.row_units * array.slabs;
 }
 
 }  // namespace fsdp::shard

@@ -7,7 +7,7 @@
 
 namespace fsdp::shard {
 
-/// Rows [begin, end) of dim 0.
+/// Rows [begin, end) of the sharded dim.
 struct RowRange {
   int64_t begin = 0;
   int64_t end = 0;
@@ -18,13 +18,18 @@ struct RowRange {
 /// empty. (torch.chunk's rule, which PyTorch's FSDP shards by; checkpoints depend on it.)
 RowRange rows_of_rank(int64_t rows, int64_t world, int64_t rank);
 
-/// The place of several row-sharded arrays in one flat buffer, rank-major: first everything of rank 0 (array 0's
-/// rows, array 1's rows, ...), then everything of rank 1. Nothing is padded.
+/// The place of several sharded arrays in one flat buffer, rank-major: first everything of rank 0 (its part of array
+/// 0, of array 1, ...), then everything of rank 1. Nothing is padded.
 class FlatLayout {
  public:
+  /// `slabs` slabs one after the other, of `rows` rows each; a rank holds its rows of every slab. One slab where a
+  /// tensor is cut along dim 0; cut along dim n, its slabs are the indices of the dims before n.
   struct Array {
     int64_t rows;
     int64_t row_units;  // elements or bytes in a row
+    int64_t slabs = 1;
+    int64_t slab_units() const { return rows * row_units; }
+    int64_t units() const { return slabs * slab_units(); }
   };
   FlatLayout(std::vector<Array> arrays, int64_t world);
 
@@ -33,28 +38,32 @@ class FlatLayout {
   /// Where array `i` begins within rank `rank`'s own segment, and its length there, in units.
   int64_t local_offset(size_t i, int64_t rank) const;
   int64_t local_length(size_t i, int64_t rank) const;
-  /// Where the rows of rank `rank` begin within array `i`, in units.
-  int64_t array_offset(size_t i, int64_t rank) const;
+  /// The part of rank `rank` of array `i`, in units: `count` pieces of `length`, one a slab. They follow one another in
+  /// the rank's segment and are `stride` apart in the array, where the first is at `at`.
+  struct Part {
+    int64_t at, stride, length, count;
+  };
+  Part part(size_t i, int64_t rank) const;
 
-  /// Pieces of one array, one of each of `count` consecutive ranks, equally long and equally far apart: the p-th lies
-  /// at flat + p * flat_stride in the buffer and at at + p * length within the array.
+  /// Pieces of one array, equally long: one of each of `count` consecutive ranks, and that for each slab. The one of
+  /// rank p and slab s lies at flat + p * flat_stride + s * length in the buffer and at at + p * length + s *
+  /// slab_stride within the array.
   struct Run {
     int64_t flat, flat_stride;
-    int64_t at;
-    int64_t length, count;
+    int64_t at, slab_stride;
+    int64_t length, count, slabs;
   };
   /// Calls fn(run), in units, so that the runs together are array `i`. One run where segments are even.
   template <class Fn>
   void for_each_run(size_t i, Fn&& fn) const {
     const Array& array = arrays_[i];
-    const int64_t units = array.rows * array.row_units;
-    if (units == 0) return;
-    const int64_t step = chunk_rows_[i] * array.row_units;
+    if (array.units() == 0) return;
+    const int64_t step = chunk_rows_[i] * array.row_units, units = array.slab_units();
     if (segments_.even()) {
-      fn(Run{full_offset_[i], segments_.longest(), 0, step, world()});
+      fn(Run{full_offset_[i], segments_.longest(), 0, units, step, world(), array.slabs});
       return;
     }
-    Run run{local_offset(i, 0), 0, 0, std::min(step, units), 1};
+    Run run{local_offset(i, 0), 0, 0, units, std::min(step, units), 1, array.slabs};
     int64_t rank = 1;
     for (int64_t begin = step; begin < units; begin += step, ++rank) {
       const int64_t flat = segments_.begin(rank) + local_offset(i, rank);
@@ -62,7 +71,7 @@ class FlatLayout {
       const int64_t stride = flat - (run.flat + (run.count - 1) * run.flat_stride);
       if (length != run.length || (run.count > 1 && stride != run.flat_stride)) {
         fn(run);
-        run = {flat, 0, begin, length, 1};
+        run = {flat, 0, begin, units, length, 1, array.slabs};
       } else {
         run.flat_stride = stride;
         ++run.count;

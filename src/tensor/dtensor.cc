@@ -43,19 +43,17 @@ at::Tensor DTensor::full_tensor() const {
   const auto& facade = tag(tensor_);
   const auto& spec = *facade.spec;
   at::NoGradGuard no_grad;
-  std::vector<shard::FlatLayout::Array> arrays;
-  for (const auto& piece : spec.pieces) arrays.push_back({piece.rows, piece.row_numel});
-  const shard::FlatLayout layout(arrays, spec.mesh.shape().back());
+  const shard::FlatLayout layout(spec.pieces, spec.mesh.shape().back());
   auto channel = spec.channel();
   const auto mine = facade.local.detach().contiguous().view({-1});
   auto flat = at::empty({layout.segments().total()}, mine.options());
   channel->all_gather(flat, mine, layout.segments())->wait();
-  // One piece is whole once gathered: ranks hold consecutive rows.
-  if (spec.pieces.size() == 1) return flat.view(spec.sizes);
+  // One slab is whole once gathered: ranks hold consecutive rows.
+  if (spec.pieces.size() == 1 && spec.pieces[0].slabs == 1) return flat.view(spec.sizes);
   auto out = at::empty_like(flat);
   int64_t base = 0;
-  for (size_t i = 0; i < arrays.size(); ++i) {
-    const int64_t units = arrays[i].rows * arrays[i].row_units;
+  for (size_t i = 0; i < spec.pieces.size(); ++i) {
+    const int64_t units = spec.pieces[i].units();
     const auto array = out.narrow(0, base, units);
     layout.for_each_run(
         i, [&](const auto& run) { engine::run_in_array(array, run).copy_(engine::run_in_flat(flat, run)); });

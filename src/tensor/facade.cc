@@ -83,13 +83,11 @@ class FacadeSlot : public engine::Slot {
       held->local.add_(local);
     } else {
       // The user put a plain, whole gradient there: from now on it lies as the parameter does.
-      const auto rows = spec->rows(spec->pieces[0]);
-      const auto whole = gradient.dim() == 0 ? gradient.reshape({1}) : gradient;
       if (gradient.sizes() != c10::IntArrayRef(spec->sizes)) {
         throw InvalidArgument("libfsdp: parameter '" + spec->name + "' has a .grad of other sizes than its own; " +
                               "set it to an undefined tensor before backward");
       }
-      gradient = make_facade(spec, whole.narrow(0, rows.begin, rows.size()).add(local));
+      gradient = make_facade(spec, spec->part_of(gradient).add(local));
     }
   }
 
@@ -136,11 +134,8 @@ void become_parameter(const at::Tensor& parameter, SpecPtr spec, std::shared_ptr
   }
   if (parameter.grad().defined() && !facade_of(parameter.grad())) {
     // A gradient from before sharding: this rank keeps its rows.
-    const auto rows = spec->rows(spec->pieces[0]);
-    const auto& old = parameter.grad();
     at::NoGradGuard no_grad;
-    parameter.mutable_grad() =
-        make_facade(spec, (old.dim() == 0 ? old.reshape({1}) : old).narrow(0, rows.begin, rows.size()).clone());
+    parameter.mutable_grad() = make_facade(spec, spec->part_of(parameter.grad()).clone(at::MemoryFormat::Contiguous));
   }
   become_facade(parameter, std::move(spec), param->shard(), param.get());
   param->set_slot(std::make_unique<FacadeSlot>(parameter));
@@ -166,10 +161,12 @@ static FacadeTag& require_facade(const at::Tensor& tensor) {
 
 at::Tensor local_of(const at::Tensor& sharded) { return require_facade(sharded).local; }
 
-RowRange rows_of(const at::Tensor& sharded) {
+int64_t dim_of(const at::Tensor& sharded) { return require_facade(sharded).spec->dim; }
+
+RowRange rows_along(const at::Tensor& sharded, int64_t dim) {
   const auto& spec = *require_facade(sharded).spec;
-  const auto rows = spec.rows(spec.pieces[0]);
-  return rows;
+  const int64_t rows = spec.sizes.empty() ? 1 : spec.sizes[static_cast<size_t>(dim)];
+  return shard::rows_of_rank(rows, spec.mesh.shape().back(), spec.mesh.coordinate(spec.shard_axis()));
 }
 
 at::Tensor sharded_like(const at::Tensor& like, at::Tensor local) {

@@ -157,34 +157,20 @@ void check_grad_mode(const OperatorHandle& op, const Stack& stack, size_t count,
   });
 }
 
-/// This rank's part of an ordinary tensor of the whole's sizes.
-at::Tensor rows_here(const Spec& spec, const at::Tensor& whole) {
-  if (!spec.flat) {
-    const auto rows = spec.rows(spec.pieces[0]);
-    return (whole.dim() == 0 ? whole.reshape({1}) : whole).narrow(0, rows.begin, rows.size());
-  }
-  std::vector<at::Tensor> parts;
-  int64_t base = 0;
-  for (const auto& piece : spec.pieces) {
-    const auto rows = spec.rows(piece);
-    parts.push_back(whole.narrow(0, base + rows.begin * piece.row_numel, rows.size() * piece.row_numel));
-    base += piece.rows * piece.row_numel;
-  }
-  return parts.size() == 1 ? parts[0] : at::cat(parts);
-}
-
-/// This rank's part of an ordinary tensor that meets a sharded one: rows where its dim 0 is the sharded dim, itself
-/// where it broadcasts over the rows.
+/// This rank's part of an ordinary tensor that meets a sharded one: rows where it has the sharded dim, itself where it
+/// broadcasts over the rows.
 at::Tensor part_of(const OperatorHandle& op, const FacadeTag& tag, const at::Tensor& plain) {
   const auto& spec = *tag.spec;
   const auto dims = static_cast<int64_t>(spec.sizes.size());
-  if (plain.dim() < dims || plain.dim() == 0) return plain;
   if (plain.dim() > dims) refuse(op, tag, "the other operand has more dims, and would need the whole");
-  if (plain.size(0) != spec.sizes[0]) {
-    if (plain.size(0) == 1) return plain;
-    refuse(op, tag, "the other operand's dim 0 does not fit");
+  const int64_t dim = spec.dim - (dims - plain.dim());  // of `plain`, in which operands are aligned at their ends
+  if (dim < 0 || plain.dim() == 0) return plain;
+  const auto size = spec.sizes[static_cast<size_t>(spec.dim)];
+  if (plain.size(dim) == 1 && size != 1) return plain;
+  if (plain.size(dim) != size) {
+    refuse(op, tag, "the other operand's dim " + std::to_string(dim) + " does not fit");
   }
-  return rows_here(spec, plain);
+  return spec.flat ? spec.part_of(plain) : engine::narrow_rows(plain, dim, spec.rows(spec.pieces[0]));
 }
 
 /// An ordinary tensor that an operator over shards writes (an optimizer's state or an average made before sharding):
@@ -196,7 +182,7 @@ void adopt(const OperatorHandle& op, const FacadeTag& tag, const at::Tensor& pla
   if (plain.is_view() || plain.storage().use_count() > 1) {
     refuse(op, tag, "it would be written into an ordinary tensor that shares its memory with others; clone that first");
   }
-  become_facade(plain, tag.spec, rows_here(*tag.spec, plain.detach()).clone());
+  become_facade(plain, tag.spec, tag.spec->part_of(plain.detach()).clone(at::MemoryFormat::Contiguous));
 }
 
 void run_elementwise(const OperatorHandle& op, Stack* stack) {
@@ -280,13 +266,13 @@ void run_random(const OperatorHandle& op, Stack* stack) {
   (*stack)[stack->size() - count] = whole;
   op.callBoxed(stack);
   whole = stack->back().toTensor();
-  const auto part = rows_here(*spec, whole);
+  const auto part = spec->part_of(whole);
   if (in_place) {
     at::NoGradGuard no_grad;
     tag->local.copy_(part);
     stack->back() = facade;
   } else {
-    stack->back() = make_facade(spec, part.clone());
+    stack->back() = make_facade(spec, part.clone(at::MemoryFormat::Contiguous));
   }
 }
 
@@ -347,8 +333,8 @@ void run_shape(const OperatorHandle& op, Stack* stack) {
       pieces.insert(pieces.end(), tag->spec->pieces.begin(), tag->spec->pieces.end());
     }
     int64_t total = 0;
-    for (const auto& piece : pieces) total += piece.rows * piece.row_numel;
-    return done(make_facade(first.spec->with_sizes({total}, pieces, true), at::cat(locals)));
+    for (const auto& piece : pieces) total += piece.units();
+    return done(make_facade(first.spec->flattened({total}, pieces), at::cat(locals)));
   }
 
   const at::Tensor self = (*stack)[base].toTensor();
@@ -374,18 +360,17 @@ void run_shape(const OperatorHandle& op, Stack* stack) {
     bool fits = false;
     for (const auto& piece : spec.pieces) {
       if (at == begin) local_begin = local_at;
-      const int64_t numel = spec.rows(piece).size() * piece.row_numel;
+      const int64_t numel = spec.local_numel(piece);
       if (local_begin >= 0 && at < end) {
         pieces.push_back(piece);
         local_size += numel;
       }
-      at += piece.rows * piece.row_numel;
+      at += piece.units();
       local_at += numel;
       fits = fits || (local_begin >= 0 && at == end);
     }
     if (!fits) refuse(op, *tag, "a slice of it must cover whole parameters");
-    return done(
-        make_facade(spec.with_sizes({end - begin}, pieces, true), tag->local.narrow(0, local_begin, local_size)));
+    return done(make_facade(spec.flattened({end - begin}, pieces), tag->local.narrow(0, local_begin, local_size)));
   }
 
   std::vector<int64_t> sizes;
@@ -412,14 +397,15 @@ void run_shape(const OperatorHandle& op, Stack* stack) {
   }
   const auto& piece = spec.pieces[0];
   if (sizes.size() == 1) {
-    auto flat = spec.with_sizes(sizes, spec.pieces, true);
-    return done(make_facade(flat, tag->local.reshape({-1})));
+    return done(make_facade(spec.flattened(sizes, spec.pieces), tag->local.reshape({-1})));
   }
-  int64_t numel = 1;
-  for (auto size : sizes) numel *= size;
-  const int64_t rows = sizes.empty() ? 1 : sizes[0];
-  if (rows != piece.rows || numel != self.numel()) refuse(op, *tag, "only shapes that keep its rows are possible");
-  auto shaped = spec.with_sizes(sizes, spec.pieces, false);
+  // The cut dim of the new shape: as many slabs before it as now, as many rows in it.
+  int64_t numel = 1, cut = sizes.empty() && piece.rows == 1 ? 0 : -1;
+  for (size_t dim = 0; dim < sizes.size(); numel *= sizes[dim++]) {
+    if (cut < 0 && numel == piece.slabs && sizes[dim] == piece.rows) cut = static_cast<int64_t>(dim);
+  }
+  if (cut < 0 || numel != self.numel()) refuse(op, *tag, "only shapes that keep its rows are possible");
+  auto shaped = spec.shaped(sizes, cut);
   done(make_facade(shaped, tag->local.reshape(shaped->local_sizes())));
 }
 

@@ -13,14 +13,16 @@
 /// The sharded tensor: what rooms above the engine may ask of one.
 namespace fsdp::tensor {
 
-/// Rows [begin, end) of the tensor's dim 0 that a rank holds. A 0-dim tensor counts as one row.
+/// Rows [begin, end) of the dim that is cut, of which a rank holds these. A 0-dim tensor counts as one row.
 using RowRange = shard::RowRange;
 
 bool is_sharded(const at::Tensor& tensor);
-/// This rank's rows of a sharded tensor, sharing memory.
+/// This rank's part of a sharded tensor, sharing memory.
 at::Tensor local_of(const at::Tensor& sharded);
-/// The rows that this rank holds.
-RowRange rows_of(const at::Tensor& sharded);
+/// The dim that is cut.
+int64_t dim_of(const at::Tensor& sharded);
+/// The rows that this rank would hold if the tensor were cut along `dim`; along dim_of() it does.
+RowRange rows_along(const at::Tensor& sharded, int64_t dim);
 /// A new sharded tensor that lies as `like` does (global sizes, mesh, name), holding `local` (of local_of(like)'s
 /// sizes, any dtype). For optimizer state.
 at::Tensor sharded_like(const at::Tensor& like, at::Tensor local);

@@ -3,6 +3,7 @@
 #include <string>
 #include <vector>
 
+#include <ATen/core/Tensor.h>
 #include <fsdp/device_mesh.h>
 #include <fsdp/dtensor.h>
 
@@ -13,33 +14,40 @@ namespace fsdp::tensor {
 
 /// How a sharded tensor lies: its global sizes, and which part of them each rank holds.
 ///
-/// Usually one piece: rows of dim 0. A flat spec is the one-dimensional concatenation of pieces, each cut by its own
+/// Usually one piece: rows of one dim. A flat spec is the one-dimensional concatenation of pieces, each cut by its own
 /// rows: what `view(-1)` of a parameter gives, and `cat` of several (LBFGS works on those).
 struct Spec {
-  struct Piece {
-    int64_t rows, row_numel;
-    bool operator==(const Piece& o) const { return rows == o.rows && row_numel == o.row_numel; }
-  };
+  using Piece = shard::FlatLayout::Array;
   std::string name;
   DeviceMesh mesh;
   std::vector<int64_t> sizes;
   std::vector<Piece> pieces;
+  int64_t dim = 0;  // that is cut; unless flat
   bool flat = false;
   std::vector<Placement> placements;  // one a mesh axis
 
-  static std::shared_ptr<const Spec> of_parameter(std::string name, const DeviceMesh& mesh, std::vector<int64_t> sizes);
-  std::shared_ptr<const Spec> with_sizes(std::vector<int64_t> new_sizes, std::vector<Piece> new_pieces,
-                                         bool is_flat) const;
+  static std::shared_ptr<const Spec> of_parameter(std::string name, const DeviceMesh& mesh, std::vector<int64_t> sizes,
+                                                  int64_t dim, const Piece& piece);
+  /// The one-dimensional concatenation of `pieces`, `size` elements in all.
+  std::shared_ptr<const Spec> flattened(std::vector<int64_t> size, std::vector<Piece> pieces) const;
+  /// The same piece in another shape, of which `cut` is the dim that is cut.
+  std::shared_ptr<const Spec> shaped(std::vector<int64_t> new_sizes, int64_t cut) const;
 
   int64_t shard_axis() const { return mesh.ndim() - 1; }
   shard::RowRange rows(const Piece& piece) const;
-  /// Elements that this rank holds.
+  /// This rank's part of a whole, ordinary tensor of these sizes. A view where it can be one.
+  at::Tensor part_of(const at::Tensor& whole) const;
+  /// Elements that this rank holds, of one piece and of all.
+  int64_t local_numel(const Piece& piece) const { return piece.slabs * rows(piece).size() * piece.row_units; }
   int64_t local_numel() const;
   /// Sizes of this rank's part; a 0-dim tensor is held as {1} or {0}.
   std::vector<int64_t> local_sizes() const;
   bool lies_like(const Spec& other) const;
   /// Where ranks reduce scalars of this tensor.
   std::shared_ptr<comm::Channel> channel() const;
+
+ private:
+  void cut_along(int64_t cut);
 };
 
 using SpecPtr = std::shared_ptr<const Spec>;

@@ -224,5 +224,64 @@ TEST(ReshardThreadsFault, AnotherModelIsSeenByAll) {
   });
 }
 
+// A parameter that is cut along another dim is saved as rows all the same, so that any layout reads it.
+TEST(ReshardBitsThreads, BetweenDims) {
+  const auto by_columns = [](Net net) {
+    FullyShardOptions options;
+    options.mesh = init_device_mesh(torch::kCPU, {world_size()}, {"dp"});
+    options.shard_placement_fn = [](const torch::Tensor& p) -> std::optional<Placement> {
+      if (p.dim() == 2 && p.size(1) == 6) return Placement{Placement::Kind::kShard, 1};
+      return std::nullopt;
+    };
+    return fully_shard(std::move(net), options);
+  };
+  const auto expected = full_state_dict(Net(1));
+  for (const int saved_by : {1, 2, 3}) {
+    for (const int loaded_by : {1, 2, 3}) {
+      const TempFolder folder;
+      run_ranks(saved_by, [&](int rank) {
+        auto model = by_columns(Net(1));
+        auto optimizer = adamw(model.module());
+        train(model, optimizer, 0, 1, rank, saved_by);
+        save(model, optimizer, folder / "columns", {.step = 1});
+        save(sharded(Net(1)), folder / "rows");
+      });
+      run_ranks(loaded_by, [&](int rank) {
+        auto rows = sharded(Net(2));
+        auto columns = by_columns(Net(2));
+        load(columns, folder / "rows");
+        expect_equal(full_state_dict(columns), expected);
+        auto rows_adam = adamw(rows.module()), columns_adam = adamw(columns.module());
+        load(rows, rows_adam, folder / "columns");
+        load(columns, columns_adam, folder / "columns");
+        expect_equal(full_state_dict(columns), full_state_dict(rows));
+        train(rows, rows_adam, 1, 3, rank, loaded_by);
+        train(columns, columns_adam, 1, 3, rank, loaded_by);
+        expect_equal(full_state_dict(columns), full_state_dict(rows), kRounding);
+      });
+    }
+  }
+}
+
+// The fused optimizers are torch::optim's to a checkpoint.
+TEST(ReshardBitsThreads, FusedAndNot) {
+  const TempFolder folder;
+  run_ranks(2, [&](int rank) {
+    auto model = sharded(Net(1));
+    optim::AdamW fused(model->parameters(), torch::optim::AdamWOptions(0.01));
+    train(model, fused, 0, 2, rank, 2);
+    save(model, fused, folder / "ckpt", {.step = 2});
+    auto other = sharded(Net(2));
+    auto theirs = adamw(other.module());
+    load(other, theirs, folder / "ckpt");
+    train(other, theirs, 2, 4, rank, 2);
+    auto again = sharded(Net(3));
+    optim::AdamW resumed(again->parameters(), torch::optim::AdamWOptions(0.01));
+    load(again, resumed, folder / "ckpt");
+    train(again, resumed, 2, 4, rank, 2);
+    expect_equal(full_state_dict(again), full_state_dict(other), kRounding);
+  });
+}
+
 }  // namespace
 }  // namespace fsdp

@@ -48,18 +48,28 @@ TEST(RowsOfRank, KnownValues) {
 void expect_layout(const std::vector<FlatLayout::Array>& arrays, int64_t world) {
   const FlatLayout layout(arrays, world);
   std::vector<int64_t> lengths(static_cast<size_t>(world), 0);
-  std::vector<std::vector<int64_t>> places(arrays.size());
+  std::vector<std::vector<int64_t>> places(arrays.size());  // by element of the array
+  for (size_t i = 0; i < arrays.size(); ++i) places[i].resize(static_cast<size_t>(arrays[i].units()), -1);
   int64_t flat = 0, longest = 0;
   for (int64_t rank = 0; rank < world; ++rank) {
     const int64_t begin = flat;
     for (size_t i = 0; i < arrays.size(); ++i) {
       const auto rows = brute_force_rows(arrays[i].rows, world)[rank];
-      const int64_t length = rows.size() * arrays[i].row_units;
+      const int64_t units = arrays[i].row_units, length = rows.size() * units * arrays[i].slabs;
       ASSERT_EQ(layout.local_length(i, rank), length);
       if (length > 0) {
         ASSERT_EQ(layout.local_offset(i, rank), flat - begin);
       }
-      for (int64_t k = 0; k < length; ++k) places[i].push_back(flat++);
+      const auto part = layout.part(i, rank);
+      ASSERT_EQ(part.length * part.count, length);
+      for (int64_t slab = 0; slab < arrays[i].slabs; ++slab) {
+        const int64_t base = slab * arrays[i].rows * units;
+        if (length > 0) {
+          ASSERT_EQ(part.at + slab * part.stride, base + rows.begin * units);
+        }
+        for (int64_t k = rows.begin * units; k < rows.end * units; ++k)
+          places[i][static_cast<size_t>(base + k)] = flat++;
+      }
     }
     lengths[rank] = flat - begin;
     longest = std::max(longest, lengths[rank]);
@@ -79,8 +89,10 @@ void expect_layout(const std::vector<FlatLayout::Array>& arrays, int64_t world) 
     layout.for_each_run(i, [&](const FlatLayout::Run& run) {
       ASSERT_GT(run.length, 0);
       for (int64_t p = 0; p < run.count; ++p) {
-        for (int64_t k = 0; k < run.length; ++k) {
-          found[static_cast<size_t>(run.at + p * run.length + k)] = run.flat + p * run.flat_stride + k;
+        for (int64_t k = 0; k < run.length * run.slabs; ++k) {
+          const int64_t slab = k / run.length, within = k % run.length;
+          found[static_cast<size_t>(run.at + p * run.length + slab * run.slab_stride + within)] =
+              run.flat + p * run.flat_stride + k;
         }
       }
     });
@@ -105,12 +117,20 @@ TEST(FlatLayout, EvenUnevenAndEmptyTogether) {
   }
 }
 
+TEST(FlatLayout, Slabs) {
+  for (int64_t world = 1; world <= 9; ++world) {
+    expect_layout({{2 * world, 3, 4}}, world);
+    expect_layout({{world, 4, 3}, {17, 5}, {world, 1, 7}}, world);
+    expect_layout({{7, 2, 3}, {0, 2, 3}, {7, 2, 0}}, world);
+  }
+}
+
 TEST(FlatLayout, Random) {
   std::mt19937 random(3);
   const auto draw = [&](int64_t below) { return static_cast<int64_t>(random() % static_cast<uint64_t>(below)); };
   for (int round = 0; round < 300; ++round) {
     std::vector<FlatLayout::Array> arrays;
-    for (int64_t i = draw(6); i >= 0; --i) arrays.push_back({draw(30), draw(5)});
+    for (int64_t i = draw(6); i >= 0; --i) arrays.push_back({draw(30), draw(5), round % 2 ? 1 : 1 + draw(4)});
     expect_layout(arrays, 1 + draw(9));
   }
 }
