@@ -71,3 +71,33 @@ def test_prefetch(rank, world):
         blocks[2].set_modules_to_backward_prefetch([blocks[1], blocks[0]])
 
     compare(Stack(), rank, world, prepare=prepare)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("pin_memory", [True, False])
+def test_state_offloaded_to_the_cpu(rank, world, pin_memory):
+    policy = CPUOffloadPolicy(pin_memory=pin_memory)
+    model = compare(Stack(), rank, world, beside_torch=False,
+                    shard=lambda model, fully_shard: shard_blocks(model, fully_shard, offload_policy=policy))
+    assert all(param.to_local().device.type == "cpu" for param in model.parameters())
+
+
+@on_ranks(2)
+def test_beside_replicate(rank, world):
+    """torch's replicate, on what is not sharded, before and after fully_shard."""
+    plain = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+    model = copy.deepcopy(plain)
+    replicate(model[0])
+    fully_shard([model[1], model[2]])
+    fully_shard(model)
+    outer = copy.deepcopy(plain)
+    fully_shard(outer[1])
+    replicate(outer)
+    assert [isinstance(layer.weight, DTensor) for layer in model] == [False, True, True]
+    assert [isinstance(layer.weight, DTensor) for layer in outer] == [False, True, False]
+    inputs = batches(world, 0)
+    sum(loss_of(plain(x)) / world for x in inputs).backward()
+    for each in (model, outer):
+        loss_of(each(inputs[rank])).backward()
+        for (name, param), expected in zip(each.named_parameters(), plain.parameters()):
+            assert_close(param.grad, expected.grad, name)
