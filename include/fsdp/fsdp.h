@@ -2,6 +2,7 @@
 /// All of libfsdp's C++ interface.
 #include <fsdp/checkpoint.h>
 #include <fsdp/clip_grad.h>
+#include <fsdp/custom_comm.h>
 #include <fsdp/device_mesh.h>
 #include <fsdp/distributed.h>
 #include <fsdp/dtensor.h>

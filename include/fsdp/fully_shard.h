@@ -10,6 +10,7 @@
 #include <variant>
 #include <vector>
 
+#include <fsdp/custom_comm.h>
 #include <fsdp/device_mesh.h>
 #include <fsdp/dtensor.h>
 #include <fsdp/export.h>
@@ -93,6 +94,15 @@ class FSDP_API FSDPModuleBase {
   void set_modules_to_backward_prefetch(const std::vector<FSDPModuleBase>& modules);
   /// Gradients are divided by this instead of by the number of ranks.
   void set_gradient_divide_factor(double factor);
+  /// This module's own group gathers with, or reduces with, a user's collective; null: libfsdp's again. Between steps.
+  /// NotSupported beside reshard_after_forward as a number, whose gathers are over other ranks.
+  void set_custom_all_gather(std::shared_ptr<CustomAllGather> gather);
+  void set_custom_reduce_scatter(std::shared_ptr<CustomReduceScatter> reduce);
+  /// `hook` gets the averaged gradients of this module's own group that this rank holds, one flat tensor a dtype, when
+  /// a reduction (on a 2D mesh: the replicas' too) is done and before parameters get them; it may write to it, or
+  /// reduce it further over ranks that libfsdp does not know of. Runs once for each reduction, in the same order on all
+  /// ranks.
+  void set_all_reduce_hook(std::function<void(const at::Tensor&)> hook);
   /// Accepted for compatibility: libfsdp is right for parameters that some ranks leave unused, with and without it.
   void set_reduce_scatter_unused_params(bool enabled, bool recurse = true);
 

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <functional>
 #include <sstream>
+#include <utility>
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/core/Tensor.h>
@@ -120,6 +121,7 @@ void Context::note_config_change() {
     mix(config_, flags.reshard_after_forward + 2 * flags.reshard_after_backward + 4 * flags.all_reduce_gradients);
     mix(config_, std::hash<double>()(flags.divide_factor));
     mix(config_, static_cast<uint64_t>(group->kept_over()));
+    mix(config_, static_cast<uint64_t>(group->customs()));
     mix_list(place.explicit_forward_prefetch, place.forward_prefetch);
     mix_list(place.explicit_backward_prefetch, place.backward_prefetch);
   }
@@ -320,10 +322,10 @@ void Context::reset() {
 // --- gathers --------------------------------------------------------------------------------------------------------
 
 void Context::note_gather(int id) {
-  const auto& group = *group_at(id);
+  auto& group = *group_at(id);
   ++stats_.gathers;
   log("all-gather", group, group.unsharded_bytes());
-  if (std::find(order_.begin(), order_.end(), id) == order_.end()) order_.push_back(id);
+  if (!std::exchange(group.place.ordered, true)) order_.push_back(id);
 }
 
 void Context::join_gather(int id) {

@@ -13,6 +13,7 @@
 #include <fsdp/error.h>
 
 #include "base/memory.h"
+#include "comm/custom_channel.h"
 #include "engine/context.h"
 #include "engine/run_views.h"
 #include "mesh/mesh_state.h"
@@ -229,6 +230,24 @@ void ParamGroup::reshard() {
     leaves_allocated_ = false;
   }
   state_ = GatherState::kSharded;
+}
+
+void ParamGroup::set_custom_gather(std::shared_ptr<CustomAllGather> gather) {
+  custom_gather_ = gather != nullptr;
+  axis_.channel = mesh_.state()->axis_channel(mesh_.ndim() - 1, mesh::Lane::kGather);
+  if (!gather) return;
+  // Elements where there is one dtype, else bytes.
+  const auto dtype = params_.empty() ? at::kByte : params_[0]->leaf().scalar_type();
+  const bool one = std::all_of(params_.begin(), params_.end(),
+                               [&](const auto& param) { return param->leaf().scalar_type() == dtype; });
+  axis_.channel =
+      std::make_shared<comm::CustomChannel>(axis_.channel, std::move(gather), nullptr, one ? dtype : at::kByte);
+}
+
+void ParamGroup::set_custom_reduce(std::shared_ptr<CustomReduceScatter> reduce) {
+  custom_reduce_ = reduce != nullptr;
+  reduce_channel_ = mesh_.state()->axis_channel(mesh_.ndim() - 1, mesh::Lane::kReduce);
+  if (reduce) reduce_channel_ = std::make_shared<comm::CustomChannel>(reduce_channel_, nullptr, std::move(reduce));
 }
 
 void ParamGroup::keep_over(int64_t ranks) {
@@ -486,6 +505,7 @@ void ParamGroup::finish_reduce(const uint8_t* used) {
       average(bucket, reduction.output);
     }
     if (!reduction.output.defined()) continue;
+    if (all_reduce_hook_) all_reduce_hook_(reduction.output);
     for (size_t i = 0; i < bucket.params.size(); ++i) {
       auto& param = *bucket.params[i];
       if (!used[param.index()]) continue;

@@ -1,6 +1,7 @@
 #pragma once
 #include <chrono>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -8,6 +9,7 @@
 #include <vector>
 
 #include <ATen/core/Tensor.h>
+#include <fsdp/custom_comm.h>
 #include <fsdp/device_mesh.h>
 
 #include "comm/channel.h"
@@ -105,6 +107,14 @@ class ParamGroup {
   /// True if a shard was written since the leaves were filled.
   bool stale() const;
 
+  // --- a user's own collectives, the same on all ranks; null: the engine's ------------------------------------------
+  void set_custom_gather(std::shared_ptr<CustomAllGather> gather);
+  void set_custom_reduce(std::shared_ptr<CustomReduceScatter> reduce);
+  /// Gets each averaged reduction's result of this rank, flat, before the parameters do; may write to it.
+  void set_all_reduce_hook(std::function<void(const at::Tensor&)> hook) { all_reduce_hook_ = std::move(hook); }
+  /// Which of the three there are.
+  int customs() const { return custom_gather_ + 2 * custom_reduce_ + 4 * static_cast<bool>(all_reduce_hook_); }
+
   // --- gradients --------------------------------------------------------------------------------------------------
   /// From autograd, on the thread of the backward: an unsharded gradient for `param`.
   void capture(ShardedParam& param, const at::Tensor& gradient);
@@ -140,6 +150,7 @@ class ParamGroup {
     bool late = false;     // a gradient came after that
     bool slow = false;     // the last backward ended with gradients of it missing on some rank; equal on all ranks
     bool pinned = false;   // unshard() was called
+    bool ordered = false;  // among those that were gathered before
     std::vector<ParamGroup*> forward_prefetch, backward_prefetch;
     bool explicit_forward_prefetch = false, explicit_backward_prefetch = false;
   };
@@ -176,6 +187,8 @@ class ParamGroup {
   GroupFlags flags_;
   std::shared_ptr<Context> context_;
   std::shared_ptr<comm::Channel> reduce_channel_, replica_channel_;
+  bool custom_gather_ = false, custom_reduce_ = false;
+  std::function<void(const at::Tensor&)> all_reduce_hook_;
   int64_t world_ = 1, rank_ = 0, replicas_ = 1;
   c10::Device device_;
 

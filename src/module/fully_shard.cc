@@ -343,6 +343,27 @@ void FSDPModuleBase::set_gradient_divide_factor(double factor) {
   for_each_group(*state_, true, [&](auto& group) { group.flags().divide_factor = factor; });
 }
 
+void FSDPModuleBase::set_custom_all_gather(std::shared_ptr<CustomAllGather> gather) {
+  if (gather && state_->group().kept_over() > 0) {
+    throw NotSupported(
+        "libfsdp: group '" + fqn() +
+        "' has a number for reshard_after_forward, so its backward gathers over fewer ranks than a custom "
+        "all-gather is for; use true or false");
+  }
+  state_->group().set_custom_gather(std::move(gather));
+  state_->context().note_config_change();
+}
+
+void FSDPModuleBase::set_custom_reduce_scatter(std::shared_ptr<CustomReduceScatter> reduce) {
+  state_->group().set_custom_reduce(std::move(reduce));
+  state_->context().note_config_change();
+}
+
+void FSDPModuleBase::set_all_reduce_hook(std::function<void(const at::Tensor&)> hook) {
+  state_->group().set_all_reduce_hook(std::move(hook));
+  state_->context().note_config_change();
+}
+
 void FSDPModuleBase::set_reduce_scatter_unused_params(bool, bool) {}
 
 void FSDPModuleBase::reset_iter_state() {
