@@ -122,7 +122,7 @@ format: build/.system-packages ## rewrite the sources in the project's format
 	@scripts/check_format.sh --fix
 
 tidy: tools ## clang-tidy over src/
-	$(call build,dev,)
+	@cmake --preset dev -DPython3_EXECUTABLE=$(BIN)/python --log-level=NOTICE
 	@scripts/tidy.sh build/dev
 
 install: tools ## install library, headers and CMake package under PREFIX=

@@ -16,13 +16,17 @@ def at_most(what, limit, got):
     return aim(what, f"at most {limit:g}", got, got <= limit)
 
 
+def at_least(what, limit, got):
+    return aim(what, f"at least {limit:g}", got, got >= limit)
+
+
 def host_cost(section):
     # A cost at or below zero is noise about none: the ratio is then without bound.
     found = []
     for side, least in (("libfsdp_cpp", 15), ("libfsdp_python", 10)):
         if section.get(f"{side}_us") is not None:
             ratio = section["fsdp2_us"] / max(section[f"{side}_us"], 1e-3)
-            found.append(aim(f"host cost: FSDP2 over {side}", f"at least {least}", ratio, ratio >= least))
+            found.append(at_least(f"host cost: FSDP2 over {side}", least, ratio))
     return found
 
 
@@ -58,7 +62,19 @@ def scale(section):
     return found
 
 
-JUDGES = {"host_cost": host_cost, "step": step, "scale": scale}
+def collectives(rows):
+    found = []
+    for row in rows:
+        name, size = row["op"].replace("_", "-"), row["bytes"]
+        if size == 4 << 10:
+            found.append(at_least(f"shm {name} of 4 KB: Gloo over it", 20, row["gloo_us"] / row["shm_us"]))
+        elif size >= 1 << 20:
+            limit = 1.3 if row["op"] == "all_gather" else 1.5
+            found.append(at_most(f"shm {name} of {size >> 20} MB over memcpy", limit, row["shm_us"] / row["memcpy_us"]))
+    return found
+
+
+JUDGES = {"host_cost": host_cost, "step": step, "scale": scale, "collectives": collectives}
 
 
 def judge(report):

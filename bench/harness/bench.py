@@ -39,10 +39,15 @@ class Bench:
         language, mode, _, own_engine = SIDES[side]
         engine = engine or own_engine
         program = [self.step_bench] if language == "cpp" else [sys.executable, os.path.join(HERE, "torch_side.py")]
-        argv = program + ["--side", mode, "--engine", engine, "--world", str(world or ranks), *flags]
+        return self.start_program([*program, "--side", mode, *flags], f"{side}{label}", ranks=ranks, engine=engine,
+                                  world=world or ranks, **config)
+
+    def start_program(self, program, name, *, ranks, **config):
+        """Starts any program that serves the protocol, with `config` as its options."""
+        argv = list(program)
         for key, value in config.items():
             argv += [f"--{key}", str(value)]
-        return RankGroup(f"{side}{label}", argv, ranks=ranks, log_dir=self.log_dir, python_path=self.package)
+        return RankGroup(name, argv, ranks=ranks, log_dir=self.log_dir, python_path=self.package)
 
     @contextlib.contextmanager
     def sides(self, names, **config):

@@ -66,8 +66,15 @@ def memory(section):
     return table(title, ["", "before", "building (peak)", "training (peak)", "peak"], rows)
 
 
+def collectives(rows):
+    sides = ["gloo", "mpi", "shm", "memcpy"]
+    return table("Collectives, 2 ranks, us (memcpy: the bytes that cannot be spared)", ["", "bytes a rank", *sides],
+                 [[r["op"], r["bytes"], *(r[f"{side}_us"] for side in sides)] for r in rows])
+
+
 def aims(found):
     return table("Aims", ["", "aim", "got", "met"], [[a["what"], a["aim"], a["got"], "yes" if a["met"] else "NO"] for a in found])
 
 
-PRINTERS = {"host_cost": host_cost, "step": step, "scale": scale, "memory": memory}
+PRINTERS = {"host_cost": host_cost, "step": step, "scale": scale, "memory": memory,
+            "collectives": collectives}

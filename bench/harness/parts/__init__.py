@@ -1,5 +1,6 @@
 """What is measured, one file a part. Each gives `measure(bench) -> report section`."""
 
-from . import host_cost, memory, scale, step
+from . import collectives, host_cost, memory, scale, step
 
-PARTS = {"host_cost": host_cost, "step": step, "scale": scale, "memory": memory}
+PARTS = {"host_cost": host_cost, "step": step, "scale": scale, "memory": memory,
+         "collectives": collectives}
