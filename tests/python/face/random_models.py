@@ -60,7 +60,9 @@ def specs(draw):
                   use=draw(st.sampled_from(["always", "always", "always", "always", "never", "some"])),
                   checkpoint=draw(st.sampled_from([None, None, None, True, False])))
         for _ in range(count))
-    return Spec(blocks=blocks, tied=draw(st.booleans()), own_parameter=draw(st.booleans()), root_reshard=draw(FLAGS),
+    # A rank that used no parameter at all would have no backward, and that must be the same on all ranks.
+    own_parameter = draw(st.booleans()) or any(block.use == "some" for block in blocks)
+    return Spec(blocks=blocks, tied=draw(st.booleans()), own_parameter=own_parameter, root_reshard=draw(FLAGS),
                 dtype=draw(st.sampled_from(["float32", "float64"])),
                 policy=draw(st.sampled_from(["none", "none", "compute", "all"])),
                 mesh=draw(st.sampled_from([("ranks",), ("ranks",), ("ranks", "one"), ("one", "ranks")])),

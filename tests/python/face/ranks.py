@@ -55,7 +55,7 @@ class RankPool:
         """Runs ``module.name.on_rank`` on ``world`` ranks; fails with the tracebacks of all that raised."""
         self._start(world)
         if world != self._world:
-            self._world, self._address = world, f"tcp://127.0.0.1:{_free_port()}"
+            self._world, self._address = world, f"tcp://127.0.0.1:{free_port()}"
         order = (world, self._address, module, name, arguments)
         for _, pipe in self._workers[:world]:
             pipe.send(order)
@@ -92,7 +92,7 @@ class RankPool:
         self._workers, self._world = [], 0
 
 
-def _free_port():
+def free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import libfsdp
-from models import WIDTH, loss_of
+from models import WIDTH
 from parity import assert_close
 from random_models import Model, Spec, prefetch, shard, specs
 from ranks import on_ranks
@@ -27,12 +27,22 @@ STEPS = 3
 @settings(max_examples=EXAMPLES, derandomize=True, database=None, deadline=None,
           phases=[Phase.generate], suppress_health_check=list(HealthCheck))
 def test_random_models(rank_pool, spec, world):
-    rank_pool.run(world, __name__, "compare_sides", {"spec": spec})
+    try:
+        rank_pool.run(world, __name__, "compare_sides", {"spec": spec})
+    except BaseException:
+        print(f"on {world} ranks: {spec}")
+        raise
 
 
 def batch(spec, step, micro, rank):
+    # With a gradient of its own: a re-entrant checkpoint cuts off what comes before it, and a rank may have nothing
+    # to go backward through.
     generator = torch.Generator().manual_seed(1000 * step + 100 * micro + rank)
-    return torch.randn(2, WIDTH, generator=generator, dtype=getattr(torch, spec.dtype))
+    return torch.randn(2, WIDTH, generator=generator, dtype=getattr(torch, spec.dtype), requires_grad=True)
+
+
+def loss_of(spec, model, x):
+    return model(x).to(getattr(torch, spec.dtype)).sub(1).square().mean()
 
 
 def optimizer_of(spec, model):
@@ -50,18 +60,15 @@ def gradients_sharded(spec, model, step, rank):
     losses = []
     for micro in range(spec.micro_batches):
         model.set_requires_gradient_sync(spec.sync_each or micro == spec.micro_batches - 1)
-        losses.append(loss_of(model(batch(spec, step, micro, rank))))
-        if losses[-1].requires_grad:
-            losses[-1].backward()
+        losses.append(loss_of(spec, model, batch(spec, step, micro, rank)))
+        losses[-1].backward()
     return [loss.detach() for loss in losses]
 
 
 def gradients_plain(spec, model, step, rank, world):
-    losses = [[loss_of(model(batch(spec, step, micro, each))) for each in range(world)]
+    losses = [[loss_of(spec, model, batch(spec, step, micro, each)) for each in range(world)]
               for micro in range(spec.micro_batches)]
-    total = sum(sum(each) for each in losses) / world
-    if total.requires_grad:
-        total.backward()
+    (sum(sum(each) for each in losses) / world).backward()
     return [each[rank].detach() for each in losses]
 
 
