@@ -36,9 +36,9 @@ class Group:
     reshard_after_backward: bool
     reshard_after_forward: bool
     sync_gradients: bool
-    def __init__(self, names: collections.abc.Sequence[str], params: collections.abc.Sequence[torch.Tensor], mesh: Mesh, param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None) -> None:
+    def __init__(self, names: collections.abc.Sequence[str], params: collections.abc.Sequence[torch.Tensor], dims: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex], mesh: Mesh, param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None) -> None:
         """
-        Copies this rank's rows of `params`. Collective.
+        Copies this rank's rows, along `dims`, of `params`. Collective.
         """
     def __len__(self) -> int:
         ...
@@ -49,6 +49,10 @@ class Group:
     def enter(self) -> None:
         """
         A forward begins: gathers, and shows the parameters whole. Nests.
+        """
+    def keep_over(self, ranks: typing.SupportsInt | typing.SupportsIndex) -> None:
+        """
+        Between forward and backward, keep the parameters over this many ranks; 0: do not. Collective.
         """
     def leave(self) -> int:
         """

@@ -82,8 +82,10 @@ def fully_shard(
         module: any module that implements ``forward``.
         mesh: of one axis (shard) or two (replicate, shard). Default: all ranks.
         reshard_after_forward: whether to free the whole parameters between forward and backward. Default: for all but
-            the outermost module. An int that is neither 1 nor the size of the shard axis: NotImplementedError.
-        shard_placement_fn: NotImplementedError.
+            the outermost module. A number n, a factor of the shard axis: 1/n of them stays on each rank, and backward
+            gathers over n consecutive ranks alone; 1 means False, the size of the axis True.
+        shard_placement_fn: gives the ``Shard`` that a parameter lies as, or None for ``Shard(0)``. The size of a dim
+            other than the first must be a multiple of the shard axis. ``ShardPlacementResult``: NotImplementedError.
         mp_policy: dtypes of the whole parameters, the reduction, and of what the forward gets and returns.
         offload_policy: with ``CPUOffloadPolicy``, sharded parameters, gradients and optimizer states are in host
             memory. On a mesh of CPU devices they always are; on another: NotImplementedError.
@@ -99,13 +101,15 @@ def fully_shard(
     modules = _modules(module)
     ranks = data_parallel(mesh if mesh is not None else default_mesh(), dp_mesh_dims)
     device = _device(ranks.mesh)
-    _refuse_what_is_missing(device, shard_placement_fn, offload_policy)
-    reshard = _reshard_flag(reshard_after_forward, ranks.mesh)
+    if isinstance(offload_policy, CPUOffloadPolicy) and device.type != "cpu":
+        raise NotImplementedError(f"libfsdp does not have CPUOffloadPolicy yet on a mesh of {device.type} devices")
+    reshard = _reshard(reshard_after_forward, ranks.mesh)
     ignored = ignored_params or set()
 
     found = _find(modules, ignored)
     _move(modules, ignored, found, device)
-    layouts = [layout_of(each.name, each.param, ranks) for each in found]
+    choose = shard_placement_fn or (lambda param: None)
+    layouts = [layout_of(each.name, each.param, ranks, choose) for each in found]
     engine_ranks = engine_mesh(ranks.mesh)
     engine_ranks.require_same(
         f"fully_shard of module '{type(modules[0]).__name__}'", _describe(found, layouts, mp_policy, reshard)
@@ -113,6 +117,7 @@ def fully_shard(
     group = _C.Group(
         [each.name for each in found],
         [layout.local for layout in layouts],
+        [layout.dim for layout in layouts],
         engine_ranks,
         mp_policy.param_dtype,
         mp_policy.reduce_dtype,
@@ -155,14 +160,8 @@ def _modules(module: Any) -> list[nn.Module]:
     return modules
 
 
-def _refuse_what_is_missing(device: torch.device, shard_placement_fn, offload_policy) -> None:
-    if shard_placement_fn is not None:
-        raise NotImplementedError("libfsdp does not have shard_placement_fn yet: parameters are sharded on dim 0")
-    if isinstance(offload_policy, CPUOffloadPolicy) and device.type != "cpu":
-        raise NotImplementedError(f"libfsdp does not have CPUOffloadPolicy yet on a mesh of {device.type} devices")
-
-
-def _reshard_flag(value: bool | int | None, mesh: DeviceMesh) -> bool | None:
+def _reshard(value: bool | int | None, mesh: DeviceMesh) -> bool | int | None:
+    """``value``, where a number is one of ranks over which parameters are kept."""
     if value is None or isinstance(value, bool):
         return value
     if not isinstance(value, int):
@@ -175,9 +174,7 @@ def _reshard_flag(value: bool | int | None, mesh: DeviceMesh) -> bool | None:
     if value == 1:
         warnings.warn("reshard_after_forward=1 means a world of 1: reshard_after_forward=False", stacklevel=3)
         return False
-    if value == size:
-        return True
-    raise NotImplementedError(f"libfsdp does not reshard to a smaller world yet (reshard_after_forward={value})")
+    return True if value == size else value
 
 
 def _device(mesh: DeviceMesh) -> torch.device:
@@ -253,7 +250,7 @@ def _describe(
     lines = [
         f"{each.name} {list(layout.local.shape)} {each.param.dtype} {each.param.device.type}"
         f"{'' if each.param.requires_grad else ' frozen'}{' tied' if len(each.places) > 1 else ''}"
-        f"{'' if layout.whole is None else f' {layout.sharded.placements}'}"
+        f" {layout.sharded.placements}"
         for each, layout in zip(found, layouts)
     ]
     return [*lines, f"{policy}", f"reshard_after_forward {reshard}"]
@@ -274,8 +271,9 @@ def _sharded_parameter(param: nn.Parameter, local: torch.Tensor, layout: Layout,
     if param.grad is not None:
         axis = mesh.ndim - 1
         gradient = param.grad if layout.whole is None else layout.whole.local_gradient(param.grad)
-        chunks, mine = gradient.chunk(mesh.size(axis)), mesh.get_local_rank(axis)
-        rows = chunks[mine].clone() if mine < len(chunks) else gradient.new_empty(local.shape)
+        chunks, mine = gradient.chunk(mesh.size(axis), layout.dim), mesh.get_local_rank(axis)
+        empty = gradient.new_empty(local.shape)
+        rows = chunks[mine].clone(memory_format=torch.contiguous_format) if mine < len(chunks) else empty
         sharded.grad = DTensor(rows, layout.sharded, requires_grad=False)
     return sharded
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
@@ -147,7 +148,9 @@ class FSDPModule(TorchFSDPModule):
         self._get_fsdp_state().group.divide_factor = factor
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """The old name of :meth:`set_gradient_divide_factor`."""
+        """The old name of :meth:`set_gradient_divide_factor`; warns."""
+        warnings.warn("set_reduce_scatter_divide_factor is deprecated: call set_gradient_divide_factor", FutureWarning,
+                      stacklevel=2)
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import DataParallelMeshDims
+from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
@@ -60,16 +62,36 @@ def _flat(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
 class Layout:
     """Of one parameter."""
 
-    #: What the group shards on dim 0: the parameter, or this rank's part of it where it is a DTensor.
+    #: What the group shards: the parameter, or this rank's part of it where it is a DTensor.
     local: torch.Tensor
+    #: Along which of its dims.
+    dim: int
     #: Of the DTensor that users hold.
     sharded: DTensorSpec
     #: Where the parameter is a DTensor of another parallelism too: what it is while its group is unsharded.
     whole: WholeDTensor | None = None
 
 
-def layout_of(name: str, param: nn.Parameter, ranks: DataParallel) -> Layout:
-    """ValueError for a parameter that does not lie as ``ranks`` asks for. Not collective."""
+#: What a shard_placement_fn returns.
+Choice = Shard | ShardPlacementResult | None
+
+
+def layout_of(name: str, param: nn.Parameter, ranks: DataParallel, choose: Callable[[nn.Parameter], Choice]) -> Layout:
+    """Not collective.
+
+    Raises:
+        ValueError: the parameter does not lie as ``ranks`` asks for.
+        AssertionError: it does not have the dim that was chosen.
+        NotImplementedError: that dim is not the first, and the ranks do not divide its size; or the parameter is a tensor
+            of a class that runs operators itself.
+    """
+    plain = param._local_tensor if isinstance(param, DTensor) else param
+    if type(plain).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise NotImplementedError(
+            f"libfsdp does not shard tensors of classes that run operators themselves yet: '{name}' is a "
+            f"{type(plain).__name__}. Shard plain tensors, or leave it out with ignored_params"
+        )
+    dim = _dim(name, param, ranks.mesh, choose(param))
     if isinstance(param, DTensor):
         spec = param._spec
         if spec.mesh.device_type != ranks.mesh.device_type:
@@ -79,27 +101,49 @@ def layout_of(name: str, param: nn.Parameter, ranks: DataParallel) -> Layout:
             )
         if any(placement.is_partial() for placement in spec.placements):
             raise ValueError(f"fully_shard cannot shard parameter '{name}', which lies as {spec.placements}")
-        return (_on_other_axes if ranks.full is None else _on_the_full_mesh)(name, param, ranks)
+        return (_on_other_axes if ranks.full is None else _on_the_full_mesh)(name, param, ranks, dim)
     if ranks.full is not None:
         raise ValueError(
             f"With dp_mesh_dims all parameters must be DTensors on {ranks.full}; '{name}' is a plain tensor: "
             "distribute it first"
         )
-    placements = (*_replicas(ranks.mesh), Shard(0))
+    placements = (*_replicas(ranks.mesh), Shard(dim))
     whole = torch.empty(param.shape, dtype=param.dtype, device="meta")
-    return Layout(param, DTensorSpec(ranks.mesh, placements, TensorMeta(whole.shape, whole.stride(), whole.dtype)))
+    return Layout(param, dim, DTensorSpec(ranks.mesh, placements, TensorMeta(whole.shape, whole.stride(), whole.dtype)))
+
+
+def _dim(name: str, param: nn.Parameter, mesh: DeviceMesh, choice: Choice) -> int:
+    if choice is None:
+        return 0
+    if isinstance(choice, ShardPlacementResult):
+        raise NotImplementedError(
+            f"libfsdp does not have ShardPlacementResult, a mesh of a parameter's own, yet: '{name}'. Shard the modules "
+            "whose parameters want another mesh by a call of their own"
+        )
+    if not isinstance(choice, Shard):
+        raise ValueError(f"Invalid shard_placement_fn result: {choice} for '{name}'; expected Shard or None")
+    local = param._local_tensor if isinstance(param, DTensor) else param
+    dim, size = choice.dim + param.ndim * (choice.dim < 0), mesh.size(mesh.ndim - 1)
+    if not 0 <= dim < param.ndim:
+        raise AssertionError(f"Shard dim {choice.dim} is invalid for {param.ndim}D tensor: '{name}' of {param.shape}")
+    if dim > 0 and local.size(dim) % size != 0:
+        raise NotImplementedError(
+            f"FSDP does not support uneven sharding on dim {dim}: '{name}' of {local.size()} over {size} ranks. Only "
+            "dim 0 is cut unevenly"
+        )
+    return dim
 
 
 def _replicas(mesh: DeviceMesh) -> tuple[Placement, ...]:
     return (Replicate(),) * (mesh.ndim - 1)
 
 
-def _shard(pieces: int) -> Placement:
-    """Of dim 0 of a tensor that axes to the right cut into ``pieces`` already: rows of each piece."""
-    return _StridedShard(0, split_factor=pieces) if pieces > 1 else Shard(0)
+def _shard(dim: int, pieces: int) -> Placement:
+    """Of a dim that axes to the right cut into ``pieces`` already: rows of each piece."""
+    return _StridedShard(dim, split_factor=pieces) if pieces > 1 else Shard(dim)
 
 
-def _on_other_axes(name: str, param: DTensor, ranks: DataParallel) -> Layout:
+def _on_other_axes(name: str, param: DTensor, ranks: DataParallel, dim: int) -> Layout:
     """``param`` lies on a mesh beside the data-parallel one, tensor parallelism's. It shows on both."""
     spec = param._spec
     try:
@@ -109,11 +153,11 @@ def _on_other_axes(name: str, param: DTensor, ranks: DataParallel) -> Layout:
             f"parameter '{name}' is a DTensor on {spec.mesh}, which is not part of one mesh with {ranks.mesh}: take "
             "both from one DeviceMesh"
         ) from error
-    placements = (*_replicas(ranks.mesh), _shard(spec.num_shards_map[0]), *spec.placements)
-    return Layout(param._local_tensor, DTensorSpec(mesh, placements, spec.tensor_meta), WholeDTensor(spec))
+    placements = (*_replicas(ranks.mesh), _shard(dim, spec.num_shards_map[dim]), *spec.placements)
+    return Layout(param._local_tensor, dim, DTensorSpec(mesh, placements, spec.tensor_meta), WholeDTensor(spec))
 
 
-def _on_the_full_mesh(name: str, param: DTensor, ranks: DataParallel) -> Layout:
+def _on_the_full_mesh(name: str, param: DTensor, ranks: DataParallel, dim: int) -> Layout:
     """``param`` lies on all axes, replicated on the data-parallel ones. Several shard axes show as one."""
     spec, dims, names = param._spec, ranks.dims, ranks.full.mesh_dim_names
     if spec.mesh != ranks.full:
@@ -129,16 +173,20 @@ def _on_the_full_mesh(name: str, param: DTensor, ranks: DataParallel) -> Layout:
     meshes, placements = [], []
     for i, axis in enumerate(names):
         inner = zip(spec.mesh.shape[i + 1 :], spec.placements[i + 1 :])
-        pieces = math.prod(size for size, each in inner if isinstance(each, (Shard, _StridedShard)) and each.dim == 0)
+        pieces = math.prod(size for size, each in inner if _cuts(each, dim))
         if len(dims.shard_names) == 1 or i not in data_axes:
             meshes.append(spec.mesh[axis])
-            placements.append(_shard(pieces) if axis in dims.shard_names else spec.placements[i])
+            placements.append(_shard(dim, pieces) if axis in dims.shard_names else spec.placements[i])
         elif axis == dims.shard_names[0]:
             meshes.append(ranks.mesh)
-            placements += [*_replicas(ranks.mesh), _shard(pieces)]
+            placements += [*_replicas(ranks.mesh), _shard(dim, pieces)]
     mesh = spec.mesh if len(dims.shard_names) == 1 else DeviceMesh._concatenate(meshes)
     sharded = DTensorSpec(mesh, tuple(placements), spec.tensor_meta)
-    return Layout(param._local_tensor, sharded, WholeDTensor(spec, data_axes))
+    return Layout(param._local_tensor, dim, sharded, WholeDTensor(spec, data_axes))
+
+
+def _cuts(placement: Placement, dim: int) -> bool:
+    return isinstance(placement, (Shard, _StridedShard)) and placement.dim == dim
 
 
 class WholeDTensor:

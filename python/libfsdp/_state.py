@@ -6,6 +6,7 @@ import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator
+from types import NoneType
 from typing import Any
 
 import torch
@@ -51,7 +52,8 @@ class FSDPState:
     """
 
     def __init__(self, modules: list[nn.Module], mesh: DeviceMesh, engine_mesh: _C.Mesh, group: _C.Group,
-                 homes: list[tuple[nn.Module, str]], policy: MixedPrecisionPolicy, reshard_after_forward: bool | None):
+                 homes: list[tuple[nn.Module, str]], policy: MixedPrecisionPolicy,
+                 reshard_after_forward: bool | int | None):
         self._modules = [weakref.ref(module) for module in modules]
         self._homes = [(weakref.ref(module), name) for module, name in homes]  # of the parameters, in order
         self.mesh = mesh
@@ -61,6 +63,8 @@ class FSDPState:
         self._input_dtype = policy.param_dtype if policy.cast_forward_inputs else None
         self._auto_reshard = reshard_after_forward is None
         group.reshard_after_forward = reshard_after_forward is not False
+        if not isinstance(reshard_after_forward, (bool, NoneType)):
+            group.keep_over(reshard_after_forward)
         self._state_ctx = Model([self])
         self._ready = False  # arranged with the module that is outermost
         self._prefetch: dict[bool, list[weakref.ref[FSDPState]]] = {}  # by whether it is for backward
@@ -106,7 +110,7 @@ class FSDPState:
                 parents[state] = self  # its modules lie in several groups: inside none of them but the outermost
         for state in states:
             state._name(paths)
-            state._check_materialized()
+            state._check_locals()
             state.group.rebuild()  # what was replaced since, of whatever dtype and device
             if state._auto_reshard:
                 state.group.reshard_after_forward = state is not self
@@ -134,17 +138,24 @@ class FSDPState:
         own = [paths.get(module, "?") for module in self.modules]
         self.group.set_name(", ".join(own), [dotted(ref, name) for ref, name in self._homes])
 
-    def _on_meta(self) -> list[str]:
-        """Names of the parameters that lie on the meta device."""
-        found = []
+    def _locals(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(parameter's name, its local tensor) as they are in the modules now."""
         for name, (ref, key) in zip(self.group.parameter_names, self._homes):
             module = ref()
             param = module._parameters.get(key) if module is not None else None
-            if param is not None and getattr(param, "_local_tensor", param).is_meta:
-                found.append(name)
-        return found
+            if param is not None:
+                yield name, getattr(param, "_local_tensor", param)
 
-    def _check_materialized(self) -> None:
+    def _on_meta(self) -> list[str]:
+        """Names of the parameters that lie on the meta device."""
+        return [name for name, local in self._locals() if local.is_meta]
+
+    def _check_locals(self) -> None:
+        extended = [name for name, local in self._locals() if hasattr(local, "fsdp_pre_all_gather")]
+        if extended:
+            raise NotImplementedError(
+                f"libfsdp does not have tensor extensions (fsdp_pre_all_gather) yet: local tensors of {extended}"
+            )
         missing = self._on_meta()
         if missing:
             raise RuntimeError(
@@ -195,6 +206,7 @@ class FSDPState:
     def set_reshard_after_forward(self, value: bool) -> None:
         self._auto_reshard = False
         self.group.reshard_after_forward = value
+        self.group.keep_over(0)
 
     def set_prefetch(self, states: list[FSDPState], backward: bool) -> None:
         self._prefetch[backward] = [weakref.ref(state) for state in states]

@@ -9,9 +9,10 @@ namespace {
 using engine::GroupFlags;
 
 std::unique_ptr<Group> make_group(std::vector<std::string> names, std::vector<at::Tensor> params,
-                                  const DeviceMesh& mesh, std::optional<at::ScalarType> param_dtype,
+                                  std::vector<int64_t> dims, const DeviceMesh& mesh,
+                                  std::optional<at::ScalarType> param_dtype,
                                   std::optional<at::ScalarType> reduce_dtype) {
-  return std::make_unique<Group>(std::move(names), std::move(params), mesh,
+  return std::make_unique<Group>(std::move(names), std::move(params), std::move(dims), mesh,
                                  engine::DtypePolicy{param_dtype, reduce_dtype});
 }
 
@@ -86,8 +87,9 @@ void bind_group(py::module_& module) {
   module.attr("LEFT_ENDED") = static_cast<int>(Group::Left::kEnded);
   module.attr("LEFT_FAILED") = static_cast<int>(Group::Left::kFailed);
   py::class_<Group> type(module, "Group", "What one call of fully_shard made.");
-  type.def(py::init(&make_group), py::arg("names"), py::arg("params"), py::arg("mesh"), py::arg("param_dtype"),
-           py::arg("reduce_dtype"), "Copies this rank's rows of `params`. Collective.")
+  type.def(py::init(&make_group), py::arg("names"), py::arg("params"), py::arg("dims"), py::arg("mesh"),
+           py::arg("param_dtype"), py::arg("reduce_dtype"),
+           "Copies this rank's rows, along `dims`, of `params`. Collective.")
       .def("__len__", &Group::size)
       .def("shard", &Group::shard, py::arg("i"), "This rank's rows of the i-th parameter; all share one buffer.")
       .def("place", &place, py::arg("i"), py::arg("user"), py::arg("places"), py::arg("wrapper"),
@@ -95,6 +97,8 @@ void bind_group(py::module_& module) {
            "whole as what `wrapper` makes of it, if that is not None.")
       .def("set_shared", &Group::set_shared, py::arg("several"), "Whether it stands for several modules.")
       .def("set_name", &Group::set_name, py::arg("name"), py::arg("params"), "Names of the group and its parameters.")
+      .def("keep_over", &Group::keep_over, py::arg("ranks"),
+           "Between forward and backward, keep the parameters over this many ranks; 0: do not. Collective.")
       .def_property_readonly("name", [](Group& group) { return group.engine().name(); })
       .def_property_readonly("parameter_names", &Group::parameter_names)
       .def_property_readonly("state", &gather_state, "'sharded', 'gathering' or 'unsharded'.")

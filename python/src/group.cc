@@ -22,9 +22,9 @@ void without_gil(Fn&& fn) {
 
 }  // namespace
 
-Group::Group(std::vector<std::string> names, std::vector<at::Tensor> params, const DeviceMesh& mesh,
-             const engine::DtypePolicy& policy)
-    : names_(std::move(names)), policy_(policy) {
+Group::Group(std::vector<std::string> names, std::vector<at::Tensor> params, std::vector<int64_t> dims,
+             const DeviceMesh& mesh, const engine::DtypePolicy& policy)
+    : names_(std::move(names)), dims_(std::move(dims)), policy_(policy) {
   for (size_t i = 0; i < names_.size(); ++i) params_.push_back(std::make_unique<ShownParam>());
   without_gil([&] { group_ = make_engine(params, mesh); });
   attach();
@@ -37,7 +37,7 @@ Group::~Group() {
 
 std::unique_ptr<engine::ParamGroup> Group::make_engine(const std::vector<at::Tensor>& params, const DeviceMesh& mesh) {
   std::vector<engine::NamedParam> named;
-  for (size_t i = 0; i < names_.size(); ++i) named.push_back({names_[i], params[i]});
+  for (size_t i = 0; i < names_.size(); ++i) named.push_back({names_[i], params[i], dims_[i]});
   return std::make_unique<engine::ParamGroup>("(root)", named, mesh, policy_);
 }
 
@@ -59,6 +59,11 @@ void Group::place(size_t i, py::object user, std::vector<Place> places, py::obje
 void Group::set_name(const std::string& name, const std::vector<std::string>& params) {
   group_->set_name(name.empty() ? "(root)" : name);
   for (size_t i = 0; i < params_.size(); ++i) params_[i]->engine->set_name(params.at(i));
+}
+
+void Group::keep_over(int64_t ranks) {
+  without_gil([&] { group_->keep_over(ranks); });
+  if (group_->shared_context()) group_->context().note_config_change();
 }
 
 std::vector<std::string> Group::parameter_names() const {
@@ -230,6 +235,7 @@ void Group::rebuild() {
   attach();
   set_name(old->name(), shown);
   group_->flags() = old->flags();
+  without_gil([&] { group_->keep_over(old->kept_over()); });
   for (size_t i = 0; i < params_.size(); ++i) {
     auto& param = *params_[i];
     param.engine->shard().copy_(locals[i]);

@@ -19,9 +19,9 @@ namespace fsdp::python {
 /// that a dropped model is freed at once.
 class Group {
  public:
-  /// Copies this rank's rows of `params`, whole tensors. Opens the mesh's channels: collective.
-  Group(std::vector<std::string> names, std::vector<at::Tensor> params, const DeviceMesh& mesh,
-        const engine::DtypePolicy& policy);
+  /// Copies this rank's rows, along `dims`, of `params`, whole tensors. Opens the mesh's channels: collective.
+  Group(std::vector<std::string> names, std::vector<at::Tensor> params, std::vector<int64_t> dims,
+        const DeviceMesh& mesh, const engine::DtypePolicy& policy);
   ~Group();
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
@@ -40,6 +40,8 @@ class Group {
   /// the end of the group's use.
   void set_shared(bool several) { several_ = several; }
   void set_name(const std::string& name, const std::vector<std::string>& params);
+  /// Between forward and backward, keep the parameters over this many ranks; 0: do not. Collective.
+  void keep_over(int64_t ranks);
 
   // --- forward ----------------------------------------------------------------------------------------------------
   /// A forward of one of the group's modules begins: gathers, and shows the parameters whole. May wait for the other
@@ -90,6 +92,7 @@ class Group {
   void adopt_all();
 
   std::vector<std::string> names_;
+  std::vector<int64_t> dims_;
   engine::DtypePolicy policy_;
   std::vector<std::unique_ptr<ShownParam>> params_;  // in the order of names_
   std::unique_ptr<engine::ParamGroup> group_;        // after params_: its slots read them

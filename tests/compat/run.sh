@@ -10,9 +10,11 @@ say() { echo "[compat] $*"; }
 mkdir -p "$work"
 work=$(cd "$work" && pwd)
 export PYTHONPATH=$(cd "$package" && pwd)
-if [[ ! -d $work/src/test/distributed ]]; then
+if [[ ! -d $work/src ]]; then
   say "fetching the suite"
-  "$here/fetch_suite.sh" "$work/src"
+  rm -rf "$work/src.part"
+  "$here/fetch_suite.sh" "$work/src.part"
+  mv "$work/src.part" "$work/src"
 fi
 "$python" "$here/translate.py" "$work/src" "$work/suite"
 

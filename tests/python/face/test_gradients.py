@@ -65,6 +65,8 @@ def test_several_forwards_before_a_backward(rank, world):
 def test_divide_factor(rank, world):
     plain, model = pair()
     for module in (model, *model.blocks):
+        with pytest.warns(FutureWarning, match="set_gradient_divide_factor"):
+            module.set_reduce_scatter_divide_factor(2.0)
         module.set_gradient_divide_factor(8.0)
     inputs = batches(world, 0)
     loss_of(model(inputs[rank])).backward()

@@ -1,0 +1,133 @@
+"""shard_placement_fn, and reshard_after_forward as a number of ranks."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.two_tensor import TwoTensor
+
+from libfsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from models import WIDTH, Block, Stack, batches, loss_of
+from parity import compare, full, shard_blocks
+from ranks import on_ranks
+
+
+def last_dim(param):
+    """Shard(-1) where two ranks divide it."""
+    return Shard(-1) if param.shape[-1] % 2 == 0 else None
+
+
+def placed(model, fully_shard, **options):
+    return shard_blocks(model, fully_shard, shard_placement_fn=last_dim, **options)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+def test_the_last_dim(rank, world, optimizer):
+    model = compare(Stack(), rank, world, shard=placed, optimizer=optimizer)
+    placements = {param.placements[0] for param in model.parameters()}
+    assert placements == {Shard(0), Shard(1)}
+    for param in model.parameters():
+        assert param.to_local().is_contiguous()
+        assert param.to_local().shape[param.placements[0].dim] <= -(-param.shape[param.placements[0].dim] // 2)
+
+
+@on_ranks(2)
+def test_state_dicts(rank, world):
+    torch.manual_seed(rank)
+    source, target = placed(Stack(), fully_shard), placed(Stack(), fully_shard)
+    state = source.state_dict()
+    assert state["blocks.0.down.weight"].placements == (Shard(0),) and state["head.weight"].placements == (Shard(1),)
+    target.load_state_dict(state, assign=True)
+    x = batches(world, 0)[rank]
+    torch.testing.assert_close(target(x), source(x))
+    with torch.device("meta"):
+        model = placed(Stack(), fully_shard)
+    model.to_empty(device="cpu")
+    model.load_state_dict(state)
+    torch.testing.assert_close(model(x), source(x))
+    with pytest.raises(ValueError, match="another shape, mesh or placement"):
+        shard_blocks(Stack(), fully_shard).load_state_dict(state, assign=True)
+
+
+@on_ranks(2)
+def test_a_gradient_from_before(rank, world):
+    model = nn.Linear(4, 4)
+    model(torch.ones(1, 4)).sum().backward()
+    expected = model.weight.grad.clone()
+    fully_shard(model, shard_placement_fn=lambda param: Shard(param.ndim - 1))
+    assert model.weight.grad.placements == (Shard(1),) and torch.equal(full(model.weight.grad), expected)
+
+
+@on_ranks(2)
+def test_what_does_not_fit_is_refused():
+    cases = [
+        (NotImplementedError, "FSDP does not support uneven sharding on dim 1", lambda param: Shard(param.ndim - 1)),
+        (AssertionError, "Shard dim 1 is invalid for 1D tensor", lambda param: Shard(1) if param.ndim == 1 else None),
+        (ValueError, "Invalid shard_placement_fn result", lambda param: Replicate()),
+    ]
+    for kind, text, choose in cases:
+        for shard in (fully_shard, torch_fully_shard):
+            with pytest.raises(kind, match=text):
+                shard(nn.Linear(3, 4), shard_placement_fn=choose)
+
+
+@on_ranks(2)
+def test_tensors_that_run_operators_themselves_are_refused():
+    model = nn.Linear(4, 4, bias=False)
+    model.weight = nn.Parameter(TwoTensor(model.weight.detach(), model.weight.detach().clone()))
+    with pytest.raises(NotImplementedError, match="'weight' is a TwoTensor"):
+        fully_shard(model)
+    model = fully_shard(nn.Linear(4, 4))
+    model.weight._local_tensor.fsdp_pre_all_gather = lambda *_: None
+    with pytest.raises(NotImplementedError, match=r"fsdp_pre_all_gather.*\['weight'\]"):
+        model(torch.ones(1, 4))
+
+
+# --- reshard_after_forward=n ------------------------------------------------------------------------------------------
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_over_fewer_ranks(rank, world, dim, param_dtype):
+    """Backward gathers what forward left; results are the same."""
+    options = {"reshard_after_forward": 2,
+               "shard_placement_fn": lambda param: Shard(dim) if param.shape == (WIDTH, 8) else None,
+               "mp_policy": MixedPrecisionPolicy(param_dtype, torch.float32)}
+    tolerance = {} if param_dtype is None else {"rtol": 3e-2, "atol": 3e-2}
+    model = compare(Stack(block=lambda: Block(hidden=8)), rank, world, beside_torch=param_dtype is None and dim == 0,
+                    shard=lambda model, fully_shard: shard_blocks(model, fully_shard, **options), **tolerance)
+    group = model.blocks[0]._get_fsdp_state().group
+    gathers = [name for phase, act, name in group.schedule if act == "all-gather" and phase == "backward"]
+    assert "blocks.0" in gathers and group.state == "sharded"
+
+
+@on_ranks(4)
+def test_numbers_that_mean_a_flag(rank, world):
+    with pytest.warns(UserWarning, match="reshard_after_forward=1"):
+        whole = shard_blocks(Stack(), fully_shard, reshard_after_forward=1)
+    sharded = shard_blocks(Stack(), fully_shard, reshard_after_forward=4)
+    for model, gathered in ((whole, "unsharded"), (sharded, "sharded")):
+        model(batches(world, 0)[rank])
+        assert {module._get_fsdp_state().group.state for module in model.modules()
+                if isinstance(module, FSDPModule)} == {gathered}
+    with pytest.raises(ValueError, match="factor of 4"):
+        fully_shard(nn.Linear(4, 4), reshard_after_forward=3)
+
+
+@on_ranks(4)
+def test_a_write_between_forward_and_backward_is_seen(rank, world):
+    """What was kept is stale then: backward takes the new values, and says so where autograd saved the old ones."""
+    model = shard_blocks(Stack(), fully_shard, reshard_after_forward=2)
+    x = batches(world, 0)[rank]
+    loss = loss_of(model(x))
+    with torch.no_grad():
+        model.blocks[0].down.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    model.reset_iter_state()
+    model.set_reshard_after_forward(True)
+    loss_of(model(x)).backward()
+    assert all(isinstance(param.grad, DTensor) for param in model.parameters())
