@@ -74,7 +74,16 @@ def collectives(rows):
     return found
 
 
-JUDGES = {"host_cost": host_cost, "step": step, "scale": scale, "collectives": collectives}
+def optimizer(rows):
+    found = []
+    for row in rows:
+        if (got := row["over_plain"].get("libfsdp_python")) is not None:
+            limit = 1.2 if row["what"].startswith("adamw") else 2
+            found.append(at_most(f"{row['what']}: libfsdp over plain", limit, got))
+    return found
+
+
+JUDGES = {"host_cost": host_cost, "step": step, "scale": scale, "collectives": collectives, "optimizer": optimizer}
 
 
 def judge(report):

@@ -85,7 +85,19 @@ def collectives(rows):
     return fig
 
 
-DRAWERS = {"host_cost": host_cost, "step": step, "scale": scale, "memory": memory, "collectives": collectives}
+def optimizer(rows):
+    fig, axes = plt.subplots(1, len(rows), figsize=(4 * len(rows), 4), squeeze=False)
+    for ax, row in zip(axes[0], rows):
+        sides = [s for s in ("plain", "fsdp2", "libfsdp") if row[f"{s}_ms"] is not None]
+        names = {"libfsdp": "libfsdp"} | NAMES
+        bars(ax, [names[s] for s in sides], [row[f"{s}_ms"] for s in sides],
+             [COLORS["libfsdp_python" if s == "libfsdp" else s] for s in sides])
+        ax.set(title=row["what"], ylabel="ms")
+    return fig
+
+
+DRAWERS = {"host_cost": host_cost, "step": step, "scale": scale, "memory": memory, "collectives": collectives,
+           "optimizer": optimizer}
 
 
 def draw(report, folder):

@@ -9,19 +9,19 @@ from .rank_group import BenchError
 TOLERANCE = 1e-4
 
 
-def run_round(group, warmup, steps):
-    """Microseconds of a step: the median over the round's steps of the slowest rank's time."""
+def run_round(group, warmup, steps, clock="us"):
+    """Microseconds of a step, by one of a side's clocks: the median over the round's steps of the slowest rank's time."""
     replies = group.ask("round", warmup, steps)
-    return median(max(times) for times in zip(*(reply["us"] for reply in replies)))
+    return median(max(times) for times in zip(*(reply[clock] for reply in replies)))
 
 
-def interleave(groups, rounds, warmup, steps):
+def interleave(groups, rounds, warmup, steps, clock="us"):
     """{side: its time in each round}. One side computes at a time; each round begins with another side."""
     names = list(groups)
     times = {name: [] for name in names}
     for r in range(rounds):
         for name in names[r % len(names):] + names[:r % len(names)]:
-            times[name].append(run_round(groups[name], warmup, steps))
+            times[name].append(run_round(groups[name], warmup, steps, clock))
     return times
 
 

@@ -72,9 +72,16 @@ def collectives(rows):
                  [[r["op"], r["bytes"], *(r[f"{side}_us"] for side in sides)] for r in rows])
 
 
+def optimizer(rows):
+    sides = ["plain", "fsdp2", "libfsdp"]
+    return table("Optimizer, 2 ranks, from Python, ms", ["", *sides, "fsdp2/plain", "libfsdp/plain"],
+                 [[r["what"], *(r[f"{side}_ms"] for side in sides),
+                   *(r["over_plain"].get(side) for side in ("fsdp2", "libfsdp_python"))] for r in rows])
+
+
 def aims(found):
     return table("Aims", ["", "aim", "got", "met"], [[a["what"], a["aim"], a["got"], "yes" if a["met"] else "NO"] for a in found])
 
 
 PRINTERS = {"host_cost": host_cost, "step": step, "scale": scale, "memory": memory,
-            "collectives": collectives}
+            "collectives": collectives, "optimizer": optimizer}

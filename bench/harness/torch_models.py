@@ -38,7 +38,8 @@ class Rows(nn.Module):
 
 def make_model(args):
     torch.manual_seed(0)
-    layer = (lambda: Rows(args.rows, args.columns)) if args.model == "rows" else (lambda: Block(args.width))
+    layer = {"rows": lambda: Rows(args.rows, args.columns), "norms": lambda: nn.LayerNorm(args.width),
+             "block": lambda: Block(args.width)}[args.model]
     return nn.Sequential(*[layer() for _ in range(args.layers)])
 
 

@@ -18,7 +18,7 @@ from harness.torch_models import make_input, make_model  # noqa: E402
 def parse_args():
     p = argparse.ArgumentParser()
     p.add_argument("--side", choices=["plain", "ddp", "fsdp2", "libfsdp"], required=True)
-    p.add_argument("--model", choices=["block", "rows"], default="block")
+    p.add_argument("--model", choices=["block", "rows", "norms"], default="block")
     p.add_argument("--width", type=int, default=16)
     p.add_argument("--rows", type=int, default=16)
     p.add_argument("--columns", type=int, default=1)
@@ -29,7 +29,9 @@ def parse_args():
     p.add_argument("--rank", type=int, default=0)
     p.add_argument("--world", type=int, default=1)
     p.add_argument("--time-zero-grad", action="store_true")
-    p.add_argument("--adamw", action="store_true", help="step an AdamW after each backward, outside the timed part")
+    p.add_argument("--adamw", nargs="?", const="default", choices=["default", "foreach", "fused"],
+                   help="step an AdamW after each backward, outside the timed part")
+    p.add_argument("--time-adamw", action="store_true", help="inside of it")
     return p.parse_args()
 
 
@@ -81,7 +83,8 @@ class Side:
         self.model = shard(args, model)
         self.setup_us = (time.perf_counter() - begin) * 1e6
         self.parameters = list(self.model.parameters())
-        self.optimizer = torch.optim.AdamW(self.parameters, lr=1e-4) if args.adamw else None
+        kind = {args.adamw: True} if args.adamw in ("foreach", "fused") else {}
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=1e-4, **kind) if args.adamw else None
         self.input = make_input(args, args.rank)
         self.build_peak_mb = status_mb("VmHWM")
         reset_peak()
@@ -103,39 +106,56 @@ class Side:
             p.grad = None
 
     def step(self):
-        """Microseconds of forward, and of the whole step."""
+        """Microseconds of forward, of the whole step, and of the optimizer."""
         if self.args.engine == "gloo" and self.args.world > 1:
             dist.barrier()
         begin = time.perf_counter()
         loss = self.loss(self.input)
         forward = time.perf_counter()
         loss.backward()
-        end = time.perf_counter()
+        end = stepped = time.perf_counter()
         if self.optimizer:
             self.optimizer.step()
+            stepped = time.perf_counter()
+        optimizer = stepped - end
+        if self.args.time_adamw:
+            end = stepped
         self.zero_grad()
         if self.args.time_zero_grad:
             end = time.perf_counter()
-        return (forward - begin) * 1e6, (end - begin) * 1e6
+        return (forward - begin) * 1e6, (end - begin) * 1e6, optimizer * 1e6
 
     def round(self, warmup, steps):
         for _ in range(warmup):
             self.step()
         times = [self.step() for _ in range(steps)]
-        return {"forward_us": [t[0] for t in times], "us": [t[1] for t in times]}
+        return {name: list(us) for name, us in zip(("forward_us", "us", "optimizer_us"), zip(*times))}
 
-    def check(self):
-        """The loss of this rank's input and the norms of the ranks' mean gradients; plain does all inputs itself."""
+    def gradients(self):
+        """Of the mean over all ranks' inputs; plain does them all itself. The loss of this rank's, or of them all."""
         ranks = range(self.args.world) if self.args.side == "plain" else [self.args.rank]
         losses = []
         for rank in ranks:
             loss = self.loss(make_input(self.args, rank))
             (loss / len(ranks)).backward()
             losses.append(loss.item())
+        return sum(losses) / len(losses)
+
+    def learn(self, steps):
+        """Steps the optimizer with the gradients of the mean over all ranks' inputs."""
+        for _ in range(steps):
+            self.gradients()
+            self.optimizer.step()
+            self.zero_grad()
+        return {}
+
+    def check(self):
+        """The loss of this rank's input and the norms of the ranks' mean gradients."""
+        loss = self.gradients()
         grads = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in self.parameters]
         norms = [g.double().norm().item() for g in grads]
         self.zero_grad()
-        return {"loss": sum(losses) / len(losses), "grad_norms": norms}
+        return {"loss": loss, "grad_norms": norms}
 
     def copies(self):
         """Microseconds of the fake group's own gather and reduce of one layer's bytes: it copies, a wire would not."""
@@ -165,7 +185,8 @@ def main():
     print(json.dumps(side.ready()), flush=True)
     for line in sys.stdin:
         command, *numbers = line.split()
-        commands = {"round": side.round, "check": side.check, "copies": side.copies, "memory": side.memory}
+        commands = {"round": side.round, "check": side.check, "learn": side.learn, "copies": side.copies,
+                    "memory": side.memory}
         reply = commands[command](*map(int, numbers))
         print(json.dumps(reply), flush=True)
     if dist.is_initialized():

@@ -1,6 +1,6 @@
 """What is measured, one file a part. Each gives `measure(bench) -> report section`."""
 
-from . import collectives, host_cost, memory, scale, step
+from . import collectives, host_cost, memory, optimizer, scale, step
 
 PARTS = {"host_cost": host_cost, "step": step, "scale": scale, "memory": memory,
-         "collectives": collectives}
+         "collectives": collectives, "optimizer": optimizer}

@@ -46,8 +46,10 @@ class Spec:
 
     @property
     def torch_has_an_answer(self):
-        """torch's FSDP2 waits for ever, or computes something else, where ranks use different parameters."""
-        return all(block.use != "some" for block in self.blocks)
+        """torch's FSDP2 waits for ever, or computes something else, where ranks use different parameters; and it fails
+        on the prefetch of a module that does not run."""
+        uses = {block.use for block in self.blocks}
+        return "some" not in uses and not (self.prefetch and "never" in uses)
 
 
 @st.composite
