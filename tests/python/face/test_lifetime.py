@@ -12,10 +12,12 @@ from models import Block, Stack, batches, loss_of
 from parity import shard_blocks
 from ranks import on_ranks
 
+GROWTH = 16 << 20  # bytes that a process may grow by, of fragments and caches
 
-def big():
-    """Whole parameters of 3 MB: what leaks of it shows."""
-    return shard_blocks(Stack(3, lambda: Block(hidden=20000)), fully_shard)
+
+def model_of_300_kb():
+    """Of whole parameters: what leaks of them, once a step or a model, shows in GROWTH."""
+    return shard_blocks(Stack(3, lambda: Block(hidden=2000)), fully_shard)
 
 
 def step(model, optimizer, rank, world):
@@ -24,40 +26,46 @@ def step(model, optimizer, rank, world):
     optimizer.zero_grad()
 
 
+def require_flat(act, times):
+    """Nothing may grow with the number of times that ``act`` is done."""
+    for _ in range(5):
+        act()
+    before = counts()
+    for _ in range(times):
+        act()
+    after = counts()
+    objects, resident = (after.pop(what) - before.pop(what) for what in ("objects", "resident"))
+    assert after == before
+    assert objects < times / 2, f"{objects} more Python objects after {times} times"
+    assert resident < GROWTH, f"{resident >> 10} KB more after {times} times"
+
+
 def counts():
     gc.collect()
-    tensors = sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects())
-    return tensors, threading.active_count(), len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+    objects = gc.get_objects()
+    with open("/proc/self/statm") as file:
+        resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return {"tensors": sum(issubclass(type(each), torch.Tensor) for each in objects), "objects": len(objects),
+            "resident": resident, "threads": threading.active_count(), "files": len(os.listdir("/proc/self/fd")),
+            "threads of all languages": len(os.listdir("/proc/self/task"))}
 
 
 @on_ranks(2)
 def test_shard_train_drop(rank, world):
     def once():
-        model = big()
+        model = model_of_300_kb()
         optimizer = torch.optim.AdamW(model.parameters())
         for _ in range(2):
             step(model, optimizer, rank, world)
 
-    for _ in range(4):
-        once()
-    before, resident = counts(), _resident()
-    for _ in range(15):
-        once()
-    assert counts() == before
-    assert _resident() - resident < 16 << 20
+    require_flat(once, times=100)
 
 
 @on_ranks(2)
 def test_many_steps(rank, world):
-    model = big()
+    model = model_of_300_kb()
     optimizer = torch.optim.AdamW(model.parameters())
-    for _ in range(10):
-        step(model, optimizer, rank, world)
-    before, resident = counts(), _resident()
-    for _ in range(60):
-        step(model, optimizer, rank, world)
-    assert counts() == before
-    assert _resident() - resident < 16 << 20
+    require_flat(lambda: step(model, optimizer, rank, world), times=1000)
     stats = model._get_fsdp_state().group.stats
     assert stats["unsharded_param_bytes"] == stats["unsharded_gradient_bytes"] == 0
 
@@ -88,8 +96,3 @@ def test_parameters_outlive_their_model(rank, world):
     del model
     optimizer.step()
     assert not torch.equal(weight.full_tensor(), before)
-
-
-def _resident():
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
