@@ -95,12 +95,16 @@ void Group::show_in_backward() {
 }
 
 void Group::reduce_held() {
-  if (params_.empty()) return;
+  engine::ParamGroup* first = nullptr;  // with parameters: a backward begins with the need of some
+  for (auto* each : group_->context().groups()) {
+    if (!first && each && of(*each).size() > 0) first = each;
+  }
+  if (!first) return;
   py::gil_scoped_release release;
   // Reductions belong to a backward: its end is where ranks agree on what is left. So this is one, of nothing.
   at::AutoGradMode recording(true);
   const auto end = at::zeros({}).requires_grad_(true).clone();
-  end.grad_fn()->add_pre_hook(std::make_unique<BeginHook>(*group_));
+  end.grad_fn()->add_pre_hook(std::make_unique<BeginHook>(*first));
   torch::autograd::backward({end}, {at::ones({})});
 }
 
