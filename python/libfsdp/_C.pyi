@@ -78,6 +78,18 @@ class Group:
         """
         Frees the whole parameters and shows DTensors.
         """
+    def set_all_reduce_hook(self, hook: typing.Any) -> None:
+        """
+        Called with this rank's averaged gradients, flat; None: not.
+        """
+    def set_custom_all_gather(self, comm: typing.Any, process_group: typing.Any) -> None:
+        """
+        Gathers by `comm`, of torch's interface; None: by the engine.
+        """
+    def set_custom_reduce_scatter(self, comm: typing.Any, process_group: typing.Any) -> None:
+        """
+        Reduces by `comm`, of torch's interface; None: by the engine.
+        """
     def set_gathers_in_backward(self, gathers: bool) -> None:
         """
         Whether watched outputs do. If not, the first operator that reads a parameter does.

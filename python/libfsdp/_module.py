@@ -172,13 +172,34 @@ class FSDPModule(TorchFSDPModule):
         """Accepted, and changes nothing: reductions always have channels of their own."""
 
     def set_custom_all_gather(self, comm: Any) -> None:
-        raise _missing("custom all-gathers (set_custom_all_gather)")
+        """This module's group gathers by ``comm``: ``comm(output_tensor, input_tensor, group, async_op)``, of which
+        ``output_tensor`` comes from ``comm.allocate(size, *, dtype, device)`` and gets every rank's input in the order
+        of ranks. 1-D, as long for each rank as for the one that holds most, in the dtype that parameters are gathered
+        in, or in bytes where there are several. ``group`` is the shard axis's. None: libfsdp's own again.
+
+        Between steps, on every rank. NotImplementedError beside ``reshard_after_forward`` as a number."""
+        state = self._get_fsdp_state()
+        state.group.set_custom_all_gather(comm, state.shard_process_group())
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
-        raise _missing("custom reduce-scatters (set_custom_reduce_scatter)")
+        """This module's group reduces by ``comm``: ``comm(output_tensor, input_tensor, group, op, async_op)``, whose
+        buffers come from ``comm.allocate``. 1-D, as long for each rank as for the one that holds most, in the dtype
+        that gradients are reduced in, once for each where there are several. ``op`` is always a sum: libfsdp divides.
+        None: libfsdp's own again. Between steps, on every rank."""
+        state = self._get_fsdp_state()
+        state.group.set_custom_reduce_scatter(comm, state.shard_process_group())
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
-        raise _missing("all-reduce hooks (set_all_reduce_hook)")
+        """``hook`` gets the averaged gradients of this module's group that this rank holds, one flat tensor a dtype,
+        when a reduction is done, the replicas' too, and before parameters get them. It may write to it, or reduce it
+        over further ranks. None: no hook. NotImplementedError for a stream; ValueError for one on a mesh of two axes.
+        """
+        state = self._get_fsdp_state()
+        if stream is not None:
+            if state.mesh.ndim > 1:
+                raise ValueError("libfsdp: a stream cannot be set on a mesh of two axes: the hook runs after its own")
+            raise _missing("streams for all-reduce hooks")
+        state.group.set_all_reduce_hook(hook)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         if enable:

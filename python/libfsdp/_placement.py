@@ -82,8 +82,8 @@ def layout_of(name: str, param: nn.Parameter, ranks: DataParallel, choose: Calla
     Raises:
         ValueError: the parameter does not lie as ``ranks`` asks for.
         AssertionError: it does not have the dim that was chosen.
-        NotImplementedError: that dim is not the first, and the ranks do not divide its size; or the parameter is a tensor
-            of a class that runs operators itself.
+        NotImplementedError: that dim is not the first, and the ranks do not divide its size; or the parameter is a
+            tensor of a class that runs operators itself.
     """
     plain = param._local_tensor if isinstance(param, DTensor) else param
     if type(plain).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
@@ -117,7 +117,7 @@ def _dim(name: str, param: nn.Parameter, mesh: DeviceMesh, choice: Choice) -> in
         return 0
     if isinstance(choice, ShardPlacementResult):
         raise NotImplementedError(
-            f"libfsdp does not have ShardPlacementResult, a mesh of a parameter's own, yet: '{name}'. Shard the modules "
+            f"libfsdp does not have ShardPlacementResult, a mesh of a parameter's own, yet: '{name}'. Shard modules "
             "whose parameters want another mesh by a call of their own"
         )
     if not isinstance(choice, Shard):

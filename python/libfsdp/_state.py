@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -200,6 +201,10 @@ class FSDPState:
         elif torch.is_grad_enabled():
             tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
             self.group.watch(tensors)
+
+    def shard_process_group(self) -> ProcessGroup:
+        """torch's process group of the shard axis."""
+        return self.mesh.get_group(self.mesh.ndim - 1)
 
     # --- settings ---------------------------------------------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 #include <ATen/core/Tensor.h>
 
 #include "bindings.h"
+#include "custom.h"
 #include "group.h"
 
 namespace fsdp::python {
@@ -97,6 +98,22 @@ void bind_group(py::module_& module) {
            "whole as what `wrapper` makes of it, if that is not None.")
       .def("set_shared", &Group::set_shared, py::arg("several"), "Whether it stands for several modules.")
       .def("set_name", &Group::set_name, py::arg("name"), py::arg("params"), "Names of the group and its parameters.")
+      .def(
+          "set_custom_all_gather",
+          [](Group& group, py::object comm, py::object process_group) {
+            group.set_custom_gather(custom_all_gather(std::move(comm), std::move(process_group)));
+          },
+          py::arg("comm"), py::arg("process_group"), "Gathers by `comm`, of torch's interface; None: by the engine.")
+      .def(
+          "set_custom_reduce_scatter",
+          [](Group& group, py::object comm, py::object process_group) {
+            group.set_custom_reduce(custom_reduce_scatter(std::move(comm), std::move(process_group)));
+          },
+          py::arg("comm"), py::arg("process_group"), "Reduces by `comm`, of torch's interface; None: by the engine.")
+      .def(
+          "set_all_reduce_hook",
+          [](Group& group, py::object hook) { group.set_all_reduce_hook(tensor_hook(std::move(hook))); },
+          py::arg("hook"), "Called with this rank's averaged gradients, flat; None: not.")
       .def("keep_over", &Group::keep_over, py::arg("ranks"),
            "Between forward and backward, keep the parameters over this many ranks; 0: do not. Collective.")
       .def_property_readonly("name", [](Group& group) { return group.engine().name(); })

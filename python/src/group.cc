@@ -61,9 +61,36 @@ void Group::set_name(const std::string& name, const std::vector<std::string>& pa
   for (size_t i = 0; i < params_.size(); ++i) params_[i]->engine->set_name(params.at(i));
 }
 
+void Group::note_config_change() {
+  if (group_->shared_context()) group_->context().note_config_change();
+}
+
 void Group::keep_over(int64_t ranks) {
   without_gil([&] { group_->keep_over(ranks); });
-  if (group_->shared_context()) group_->context().note_config_change();
+  note_config_change();
+}
+
+void Group::set_custom_gather(std::shared_ptr<CustomAllGather> gather) {
+  if (gather && group_->kept_over() > 0) {
+    throw NotSupported("libfsdp: group '" + group_->name() +
+                       "' has a number for reshard_after_forward, so its backward gathers over fewer ranks than a "
+                       "custom all-gather is for; use True or False");
+  }
+  custom_gather_ = std::move(gather);
+  without_gil([&] { group_->set_custom_gather(custom_gather_); });
+  note_config_change();
+}
+
+void Group::set_custom_reduce(std::shared_ptr<CustomReduceScatter> reduce) {
+  custom_reduce_ = std::move(reduce);
+  without_gil([&] { group_->set_custom_reduce(custom_reduce_); });
+  note_config_change();
+}
+
+void Group::set_all_reduce_hook(std::function<void(const at::Tensor&)> hook) {
+  all_reduce_hook_ = std::move(hook);
+  group_->set_all_reduce_hook(all_reduce_hook_);
+  note_config_change();
 }
 
 std::vector<std::string> Group::parameter_names() const {
@@ -235,7 +262,12 @@ void Group::rebuild() {
   attach();
   set_name(old->name(), shown);
   group_->flags() = old->flags();
-  without_gil([&] { group_->keep_over(old->kept_over()); });
+  without_gil([&] {
+    group_->keep_over(old->kept_over());
+    if (custom_gather_) group_->set_custom_gather(custom_gather_);
+    if (custom_reduce_) group_->set_custom_reduce(custom_reduce_);
+    group_->set_all_reduce_hook(all_reduce_hook_);
+  });
   for (size_t i = 0; i < params_.size(); ++i) {
     auto& param = *params_[i];
     param.engine->shard().copy_(locals[i]);

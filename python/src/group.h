@@ -1,9 +1,11 @@
 #pragma once
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include <fsdp/custom_comm.h>
 #include <fsdp/device_mesh.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -42,6 +44,11 @@ class Group {
   void set_name(const std::string& name, const std::vector<std::string>& params);
   /// Between forward and backward, keep the parameters over this many ranks; 0: do not. Collective.
   void keep_over(int64_t ranks);
+  /// Collectives of the user's own, alike on all ranks; null: the engine's. NotSupported where they cannot be had.
+  void set_custom_gather(std::shared_ptr<CustomAllGather> gather);
+  void set_custom_reduce(std::shared_ptr<CustomReduceScatter> reduce);
+  /// Gets this rank's averaged gradients, flat, before the parameters do; empty: none.
+  void set_all_reduce_hook(std::function<void(const at::Tensor&)> hook);
 
   // --- forward ----------------------------------------------------------------------------------------------------
   /// A forward of one of the group's modules begins: gathers, and shows the parameters whole. May wait for the other
@@ -89,11 +96,16 @@ class Group {
   void show_in_backward();
   py::object replacement(const ShownParam& param) const;
   bool idle() const { return uses_ == 0; }
+  void note_config_change();
   void adopt_all();
 
   std::vector<std::string> names_;
   std::vector<int64_t> dims_;
   engine::DtypePolicy policy_;
+  // For the engine's group, whenever it is made anew.
+  std::shared_ptr<CustomAllGather> custom_gather_;
+  std::shared_ptr<CustomReduceScatter> custom_reduce_;
+  std::function<void(const at::Tensor&)> all_reduce_hook_;
   std::vector<std::unique_ptr<ShownParam>> params_;  // in the order of names_
   std::unique_ptr<engine::ParamGroup> group_;        // after params_: its slots read them
   bool several_ = false;

@@ -143,15 +143,12 @@ def test_what_torch_refuses_is_refused_alike():
 
 @on_ranks(2)
 def test_what_is_missing_says_so():
-    comm = object()
     missing = [
         lambda: fully_shard(nn.Linear(4, 4), shard_placement_fn=lambda param: ShardPlacementResult(None, None)),
         lambda: fully_shard(
             nn.Linear(4, 4), mesh=torch.distributed.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)),
             dp_mesh_dims=libfsdp.DataParallelMeshDims(replicate="dp")),
-        lambda: fully_shard(nn.Linear(4, 4)).set_custom_all_gather(comm),
-        lambda: fully_shard(nn.Linear(4, 4)).set_custom_reduce_scatter(comm),
-        lambda: fully_shard(nn.Linear(4, 4)).set_all_reduce_hook(lambda tensor: None),
+        lambda: fully_shard(nn.Linear(4, 4)).set_all_reduce_hook(lambda tensor: None, stream=object()),
         lambda: fully_shard(nn.Linear(4, 4)).set_allocate_memory_from_process_group_for_comm(True),
         lambda: fully_shard(nn.Linear(4, 4)).set_symm_mem_for_comm(),
         lambda: fully_shard(nn.Linear(4, 4)).set_reduce_scatter_max_input_buffers(2),
