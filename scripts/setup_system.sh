@@ -19,6 +19,7 @@ needs=(
   "libcli11-dev       has_header CLI/CLI.hpp              the programs' arguments"
   "libgtest-dev       has_header gtest/gtest.h            the tests"
   "libbenchmark-dev   has_header benchmark/benchmark.h    the benchmarks"
+  "libopenmpi-dev     has_command mpicc                   the engine mpi"
   "clang-format-14    has_command clang-format-14         the format check"
 )
 

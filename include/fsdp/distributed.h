@@ -9,7 +9,8 @@ namespace fsdp {
 
 struct InitOptions {
   /// Which engine carries the collectives: "shm" (shared memory, ranks of one host), "gloo" (TCP, one or more hosts),
-  /// "auto" (each group of ranks takes shm if all of it is on one host, else gloo), "fake" (no-op collectives of any
+  /// "mpi" (in a job that mpirun started; only in builds that found MPI, and with MPI_THREAD_MULTIPLE), "auto" (each
+  /// group of ranks takes shm if all of it is on one host, else gloo), "fake" (no-op collectives of any
   /// world size, for measuring host cost). Empty: "auto". Unknown: NotSupported with the list of engines; shm for ranks
   /// that share no host: NotSupported with the reason, on every rank, when the first group is opened.
   std::string engine{};

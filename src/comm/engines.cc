@@ -16,8 +16,12 @@ namespace {
 
 struct Registry {
   std::mutex mutex;
-  std::map<std::string, EngineFactory> factories{
-      {"auto", open_nearest}, {"fake", open_fake}, {"gloo", open_gloo}, {"inproc", open_inproc}, {"shm", open_shm}};
+  std::map<std::string, EngineFactory> factories{{"auto", open_nearest}, {"fake", open_fake},
+                                                 {"gloo", open_gloo},    {"inproc", open_inproc},
+#ifdef FSDP_WITH_MPI
+                                                 {"mpi", open_mpi},
+#endif
+                                                 {"shm", open_shm}};
 };
 
 // Built on first use and never destroyed: safe from any static constructor or destructor.

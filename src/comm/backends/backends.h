@@ -9,6 +9,9 @@ namespace fsdp::comm {
 /// TCP between processes, on one or more hosts; CPU tensors.
 std::shared_ptr<Channel> open_gloo(const Rendezvous& rendezvous);
 
+/// MPI, on one or more hosts, in a job that mpirun started; CPU tensors. Only in builds that found MPI.
+std::shared_ptr<Channel> open_mpi(const Rendezvous& rendezvous);
+
 /// Shared memory between processes of one host; CPU tensors. NotSupported where the ranks do not share one.
 std::shared_ptr<Channel> open_shm(const Rendezvous& rendezvous);
 
