@@ -24,7 +24,7 @@ using nlohmann::json;
 
 struct Config {
   std::string engine = "shm";
-  int rank = 0, world = 2;
+  int rank = -1, world = 2;
 };
 
 double now_us() {
@@ -39,7 +39,12 @@ void check(bool right, const std::string& what) {
 class Wire {
  public:
   explicit Wire(const Config& config) : config_(config) {
-    fsdp::init_process_group({.engine = config.engine, .rank = config.rank, .world_size = config.world});
+    if (config.rank < 0) {
+      fsdp::init_process_group({.engine = config.engine});
+    } else {
+      fsdp::init_process_group({.engine = config.engine, .rank = config.rank, .world_size = config.world});
+    }
+    config_.rank = fsdp::rank();
     mesh_ = fsdp::init_device_mesh(torch::kCPU, {config.world}, {"dp"});
     channel_ = mesh_.state()->axis_channel(0, fsdp::mesh::Lane::kGather);
   }
@@ -105,16 +110,16 @@ json answer(Wire& wire, const std::string& line) {
 int main(int argc, char** argv) {
   CLI::App app("One rank of a collective's timing");
   Config config;
-  app.add_option("--engine", config.engine)->check(CLI::IsMember({"gloo", "shm"}));
-  app.add_option("--rank", config.rank);
+  app.add_option("--engine", config.engine)->check(CLI::IsMember({"gloo", "shm", "mpi"}));
+  app.add_option("--rank", config.rank, "the launcher's, unless given");
   app.add_option("--world", config.world);
   CLI11_PARSE(app, argc, argv);
   at::set_num_threads(1);
   {
     torch::NoGradGuard no_grad;
     Wire wire(config);
-    std::cout << json{{"ready", true}} << std::endl;
-    for (std::string line; std::getline(std::cin, line);) std::cout << answer(wire, line) << std::endl;
+    std::cout << json{{"ready", true}}.dump() + "\n" << std::flush;
+    for (std::string line; std::getline(std::cin, line);) std::cout << answer(wire, line).dump() + "\n" << std::flush;
   }
   fsdp::destroy_process_group();
   return 0;

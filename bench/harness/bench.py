@@ -42,12 +42,13 @@ class Bench:
         return self.start_program([*program, "--side", mode, *flags], f"{side}{label}", ranks=ranks, engine=engine,
                                   world=world or ranks, **config)
 
-    def start_program(self, program, name, *, ranks, **config):
-        """Starts any program that serves the protocol, with `config` as its options."""
+    def start_program(self, program, name, *, ranks, launcher=None, **config):
+        """Starts any program that serves the protocol, with `config` as its options; see RankGroup for `launcher`."""
         argv = list(program)
         for key, value in config.items():
             argv += [f"--{key}", str(value)]
-        return RankGroup(name, argv, ranks=ranks, log_dir=self.log_dir, python_path=self.package)
+        return RankGroup(name, argv, ranks=ranks, log_dir=self.log_dir, python_path=self.package,
+                         launcher=launcher)
 
     @contextlib.contextmanager
     def sides(self, names, **config):

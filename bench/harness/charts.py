@@ -77,7 +77,10 @@ def collectives(rows):
     fig, axes = plt.subplots(1, len(ops), figsize=(5.5 * len(ops), 4), squeeze=False)
     for ax, op in zip(axes[0], ops):
         of_op = [row for row in rows if row["op"] == op]
-        for side, color in (("gloo", COLORS["libfsdp_cpp"]), ("shm", COLORS["libfsdp_shm"]), ("memcpy", "black")):
+        for side, color in (("gloo", COLORS["libfsdp_cpp"]), ("mpi", COLORS["fsdp2"]),
+                            ("shm", COLORS["libfsdp_shm"]), ("memcpy", "black")):
+            if of_op[0][f"{side}_us"] is None:
+                continue
             ax.plot([r["bytes"] for r in of_op], [r[f"{side}_us"] for r in of_op], marker="o", label=side, color=color)
         ax.set(xscale="log", yscale="log", xlabel="bytes of a rank's part", ylabel="us", title=op.replace("_", "-"))
         ax.spines[["top", "right"]].set_visible(False)

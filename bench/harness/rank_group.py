@@ -25,29 +25,38 @@ def core_of(rank):
 
 
 class RankGroup:
-    def __init__(self, name, argv, *, ranks, log_dir, python_path=None, timeout=600):
+    """`launcher`: the beginning of a command that starts all ranks itself, gives each of them its standard input, and joins
+    their output."""
+
+    def __init__(self, name, argv, *, ranks, log_dir, python_path=None, timeout=600, launcher=None):
         self.name = name
         self.timeout = timeout
+        self.lines_of_each = ranks if launcher else 1
         os.makedirs(log_dir, exist_ok=True)
         self.logs = [os.path.join(log_dir, f"{name}.rank{rank}.log") for rank in range(ranks)]
-        env = dict(os.environ, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), WORLD_SIZE=str(ranks),
+        env = dict(os.environ, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()),
                    OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")
         if python_path:
             env["PYTHONPATH"] = os.pathsep.join(filter(None, [python_path, env.get("PYTHONPATH")]))
         self.processes = []
-        for rank, log in enumerate(self.logs):
-            core = core_of(rank)
-            with open(log, "w") as stderr:
-                self.processes.append(subprocess.Popen(
-                    argv + (["--rank", str(rank)] if ranks > 1 else []), text=True, bufsize=1,
-                    stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr,
-                    env=dict(env, RANK=str(rank), LOCAL_RANK=str(rank)),
-                    preexec_fn=lambda core=core: os.sched_setaffinity(0, {core})))
+        if launcher:
+            self._start([*launcher, *argv], self.logs[0], env)
+        else:
+            for rank, log in enumerate(self.logs):
+                core = core_of(rank)
+                self._start(argv + (["--rank", str(rank)] if ranks > 1 else []), log,
+                            dict(env, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks)),
+                            preexec_fn=lambda core=core: os.sched_setaffinity(0, {core}))
         try:
             self.ready = self._replies("start-up")
         except BaseException:
             self.close()
             raise
+
+    def _start(self, argv, log, env, **options):
+        with open(log, "w") as stderr:
+            self.processes.append(subprocess.Popen(argv, text=True, bufsize=1, stdin=subprocess.PIPE,
+                                                   stdout=subprocess.PIPE, stderr=stderr, env=env, **options))
 
     def ask(self, *command):
         """Sends the command to every rank; the ranks' replies."""
@@ -61,17 +70,22 @@ class RankGroup:
 
     def _replies(self, what):
         deadline = time.monotonic() + self.timeout
-        replies = []
-        for rank, process in enumerate(self.processes):
+        return [self._reply(i, process, deadline, what)
+                for i, process in enumerate(self.processes) for _ in range(self.lines_of_each)]
+
+    def _reply(self, i, process, deadline, what):
+        line = ""
+        while not line.endswith("\n"):
+            # Byte by byte: what a buffer held would hide from select.
             waited = select.select([process.stdout], [], [], max(0, deadline - time.monotonic()))[0]
-            line = process.stdout.readline() if waited else None
-            if not line:
-                with open(self.logs[rank]) as log:
+            piece = os.read(process.stdout.fileno(), 1) if waited else None
+            if not piece:
+                with open(self.logs[i]) as log:
                     tail = log.read()[-2000:]
-                how = "did not answer in time" if line is None else "ended"
-                raise BenchError(f"{self.name}, rank {rank}: {how} ({what})\n{tail}")
-            replies.append(json.loads(line))
-        return replies
+                how = "did not answer in time" if piece is None else "ended"
+                raise BenchError(f"{self.name}, rank {i}: {how} ({what})\n{tail}")
+            line += piece.decode()
+        return json.loads(line)
 
     def close(self):
         for process in self.processes:

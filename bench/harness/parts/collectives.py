@@ -2,9 +2,12 @@
 
 import contextlib
 import os
+import shutil
 import statistics
+import subprocess
 
-ENGINES = ["gloo", "shm"]
+#: engine -> what starts its ranks, where they do not start one by one
+ENGINES = {"gloo": None, "shm": None, "mpi": ["mpirun", "--allow-run-as-root", "--stdin", "all", "-np"]}
 OPS = ["all_gather", "reduce_scatter"]
 RANKS = 2
 BYTES = [4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20]  # of a rank's part
@@ -18,10 +21,20 @@ def measure(bench):
     program = os.path.join(os.path.dirname(bench.step_bench), "collective_bench")
     sizes, rounds = (BYTES[:2], 2) if bench.quick else (BYTES, ROUNDS)
     with contextlib.ExitStack() as stack:
-        groups = {engine: stack.enter_context(bench.start_program([program], f"collectives.{engine}", ranks=RANKS,
-                                                                  engine=engine, world=RANKS)) for engine in ENGINES}
+        groups = {}
+        for engine, launcher in ENGINES.items():
+            if launcher and not _has_mpi(program):
+                continue
+            launcher = launcher and [*launcher, str(RANKS)]
+            groups[engine] = stack.enter_context(bench.start_program(
+                [program], f"collectives.{engine}", ranks=RANKS, launcher=launcher, engine=engine, world=RANKS))
         sides = {**{engine: (group, "run") for engine, group in groups.items()}, "memcpy": (groups["shm"], "copy")}
         return [_row(sides, op, size, rounds) for op in OPS for size in sizes]
+
+
+def _has_mpi(program):
+    linked = subprocess.run(["ldd", program], capture_output=True, text=True).stdout
+    return shutil.which("mpirun") is not None and "libmpi" in linked
 
 
 def _row(sides, op, size, rounds):
@@ -34,5 +47,5 @@ def _row(sides, op, size, rounds):
     for _ in range(rounds):
         for side, (group, command) in sides.items():
             times[side].append(max(reply["us"] for reply in group.ask(command, op, size, counts[side])))
-    row = {"op": op, "bytes": size, "ranks": RANKS, "mpi_us": None}
+    row = {"op": op, "bytes": size, "ranks": RANKS, "mpi_us": None}  # where there is no MPI
     return row | {f"{side}_us": statistics.median(each) for side, each in times.items()}
