@@ -1,21 +1,21 @@
-"""How a parameter lies: over which ranks it is sharded, and as which DTensor it shows, sharded and whole."""
+"""How a parameter lies: over which ranks it is sharded, along which dim, and as which DTensor it shows."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import DataParallelMeshDims
 from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from ._whole_dtensor import WholeDTensor
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def _on_other_axes(name: str, param: DTensor, ranks: DataParallel, dim: int) -> 
     spec = param._spec
     try:
         mesh = DeviceMesh._concatenate([ranks.mesh, spec.mesh])
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:  # of other roots, overlapping; without names
         raise ValueError(
             f"parameter '{name}' is a DTensor on {spec.mesh}, which is not part of one mesh with {ranks.mesh}: take "
             "both from one DeviceMesh"
@@ -187,63 +187,3 @@ def _on_the_full_mesh(name: str, param: DTensor, ranks: DataParallel, dim: int) 
 
 def _cuts(placement: Placement, dim: int) -> bool:
     return isinstance(placement, (Shard, _StridedShard)) and placement.dim == dim
-
-
-class WholeDTensor:
-    """The DTensor that stands in the module for an unsharded leaf, this rank's part of a parameter."""
-
-    def __init__(self, spec: DTensorSpec, data_axes: frozenset[int] = frozenset()):
-        self._spec = spec
-        self._data_axes = data_axes  # of the mesh: over which the engine reduces
-
-    def show(self, leaf: torch.Tensor) -> DTensor:
-        """A DTensor over the leaf's bytes, there or not. Its gradient arrives at the leaf."""
-        shown = _Show.apply(leaf, self._of(leaf), self._data_axes)
-        shown._is_param = True
-        return shown
-
-    def gradient(self, local: torch.Tensor) -> DTensor:
-        """What arrived at the leaf, for hooks of the parameter."""
-        spec = self._of(local)
-        placements = tuple(Partial() if i in self._data_axes else each for i, each in enumerate(spec.placements))
-        return DTensor(local, DTensorSpec(spec.mesh, placements, spec.tensor_meta), requires_grad=False)
-
-    def local_gradient(self, gradient: DTensor) -> torch.Tensor:
-        """:meth:`gradient`'s inverse, for what a hook returned."""
-        return _local_gradient(gradient, self._spec.placements, self._data_axes)
-
-    def _of(self, local: torch.Tensor) -> DTensorSpec:
-        return replace(self._spec, tensor_meta=self._spec.tensor_meta._replace(dtype=local.dtype))
-
-
-class _Show(torch.autograd.Function):
-    # Not DTensor.from_local: a view would read the leaf, and on data-parallel axes gradients would be reduced.
-    @staticmethod
-    def forward(ctx: Any, leaf: torch.Tensor, spec: DTensorSpec, data_axes: frozenset[int]) -> DTensor:
-        ctx.placements, ctx.data_axes = spec.placements, data_axes
-        ctx.set_materialize_grads(False)
-        return DTensor(leaf.data, spec, requires_grad=leaf.requires_grad)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: DTensor | None) -> tuple[torch.Tensor | None, None, None]:
-        if gradient is None:
-            return None, None, None
-        return _local_gradient(gradient, ctx.placements, ctx.data_axes), None, None
-
-
-def _local_gradient(gradient: DTensor, placements: tuple[Placement, ...], data_axes: frozenset[int]) -> torch.Tensor:
-    """This rank's part of a gradient that lies as its parameter, but on data-parallel axes as one of the terms that the
-    engine sums up."""
-    wanted = tuple(
-        came if i in data_axes and came.is_partial("sum") else each
-        for i, (came, each) in enumerate(zip(gradient.placements, placements))
-    )
-    if gradient.placements != wanted:
-        gradient = gradient.redistribute(placements=wanted)
-    local = gradient.to_local()
-    if isinstance(local, AsyncCollectiveTensor):
-        local = local.wait()
-    # DTensor operators may have summed up over a data-parallel axis already. Counted on every rank, such a gradient
-    # would weigh more than those of other parameters.
-    terms = math.prod(gradient.device_mesh.size(i) for i in data_axes if wanted[i].is_replicate())
-    return local if terms == 1 else local / terms

@@ -179,6 +179,8 @@ def test_what_does_not_fit_is_refused():
     whole = mesh_of(dp=2, tp=1)
     with pytest.raises(ValueError, match="'up.weight' is a DTensor .* not part of one mesh"):
         fully_shard(parallelized(Stack(), tp).blocks[0], mesh=dp)
+    with pytest.raises(ValueError, match="'up.weight' is a DTensor .* not part of one mesh"):
+        fully_shard(parallelized(Stack(), tp).blocks[0])
     dims = DataParallelMeshDims(shard="dp")
     with pytest.raises(ValueError, match="must be DTensors.*'up.weight' is a plain tensor"):
         fully_shard(Mlp(), mesh=whole, dp_mesh_dims=dims)
