@@ -18,8 +18,8 @@ from pathlib import Path
 GROUPS = {"ok": "passes", "fail": "fails", "error": "fails", "timeout": "fails", "skip": "skips", "vacuous": "skips"}
 
 KINDS = {
-    "missing": "libfsdp cannot do it yet",
-    "different": "libfsdp does it otherwise, on purpose",
+    "missing": "not there yet",
+    "different": "done otherwise, on purpose",
     "internals": "tests the insides of torch's implementation",
     "api": "the API moved since the suite was written; torch's own fails too",
     "device": "needs an accelerator",
