@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
-from . import _C, _stale_optimizers
+from . import _C, _optimizers_on_rows, _stale_optimizers
 from ._mesh import default_mesh, engine_mesh
 from ._module import FSDPModule, sharded_class
 from ._placement import Layout, data_parallel, layout_of
@@ -99,6 +99,7 @@ def fully_shard(
         AssertionError: applied twice to one module.
     """
     modules = _modules(module)
+    _optimizers_on_rows.install()
     ranks = data_parallel(mesh if mesh is not None else default_mesh(), dp_mesh_dims)
     device = _device(ranks.mesh)
     if isinstance(offload_policy, CPUOffloadPolicy) and device.type != "cpu":
