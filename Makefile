@@ -31,7 +31,7 @@ CTEST := $(BIN)/ctest --output-on-failure --no-label-summary --parallel $(JOBS)
 export PATH := $(BIN):$(PATH)
 export CMAKE_COLOR_DIAGNOSTICS ?= OFF
 
-.PHONY: help setup tools build train minilm test clients bench compat asan tsan check format tidy install clean distclean
+.PHONY: help setup tools build train minilm test clients bench compat soak asan tsan check format tidy install clean distclean
 
 help: ## this list
 	@echo "libfsdp: fully sharded data parallel training for libtorch"
@@ -105,6 +105,10 @@ compat: tools build/.compat-tools ## PyTorch's own FSDP2 suite with libfsdp in p
 build/.compat-tools: tests/compat/requirements.txt $(VENV)/.complete
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --requirement $<
 	@touch $@
+
+soak: tools ## kill a rank of a training run at 100 random moments
+	$(call build,$(PRESET),gpt)
+	@KILLS=100 FSDP_BINARY_DIR=$(CURDIR)/$(BUILD) $(BIN)/python -m pytest -q tests/python/test_kills.py
 
 asan: tools ## the one-process tests under AddressSanitizer and UndefinedBehaviorSanitizer
 	$(call build,asan,)
