@@ -161,13 +161,13 @@ void Staging::publish(const std::string& index_text, bool exchange) {
 }
 
 std::string find(const std::string& path) {
-  const std::string full = resolve(path);
+  std::string full = resolve(path);
   std::error_code error;
   if (complete(full)) {
     return full;
   }
   if (!fs::exists(full, error)) {
-    if (const auto old = left_over(full); !old.empty()) {
+    if (auto old = left_over(full); !old.empty()) {
       return old;
     }
     throw CheckpointError("there is no checkpoint at '" + full + "'");
