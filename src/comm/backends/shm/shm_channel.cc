@@ -87,7 +87,7 @@ class ShmChannel::State : public std::enable_shared_from_this<State> {
 
   std::unique_ptr<Pending> issue(Operation operation, bool contributes, uint64_t layout, int64_t count);
   /// Works on the operations up to `wanted`, in order, as posts come. False: `deadline` came first.
-  bool progress(const OperationPtr& wanted, Clock::time_point deadline);
+  bool progress(OperationPtr wanted, Clock::time_point deadline);  // a copy: it leaves the queue on the way
   at::Tensor buffer(int64_t nbytes);
   /// The rank that the oldest collective in flight waits for.
   int awaited() const;
@@ -189,7 +189,7 @@ std::unique_ptr<Pending> ShmChannel::State::issue(Operation given, bool contribu
   });
 }
 
-bool ShmChannel::State::progress(const OperationPtr& wanted, Clock::time_point deadline) {
+bool ShmChannel::State::progress(OperationPtr wanted, Clock::time_point deadline) {
   if (broken_ && !wanted->done) std::rethrow_exception(broken_);
   try {
     while (!wanted->done) {
