@@ -90,7 +90,7 @@ test: tools ## every test, the format and layer checks among them
 	$(call build,$(PRESET),)
 	@cd $(BUILD) && $(CTEST) $(ARGS)
 
-clients: tools $(CLIENTS)/.complete ## libfsdp under torchtitan and transformers (not part of test)
+clients: tools $(CLIENTS)/.complete ## libfsdp under torchtitan, transformers and Inductor (not part of test)
 	$(call build,$(PRESET),fsdp_python)
 	@PYTHONPATH=$(CURDIR)/$(BUILD)/python OMP_NUM_THREADS=1 $(CLIENTS)/bin/python -m pytest -q tests/clients $(ARGS)
 
