@@ -19,7 +19,7 @@ from parity import assert_close
 from random_models import Model, Spec, prefetch, shard, specs
 from ranks import on_ranks
 
-EXAMPLES = int(os.environ.get("LIBFSDP_RANDOM_MODELS", "40"))
+EXAMPLES = int(os.environ.get("LIBFSDP_RANDOM_MODELS", "30"))
 STEPS = 3
 
 
