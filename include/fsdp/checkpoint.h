@@ -33,8 +33,7 @@ struct SaveOptions {
 struct LoadOptions {
   /// Whether to restore the default CPU generator, where the checkpoint has this rank's.
   bool rng = true;
-  /// Whether to compare the checksums of the data, which reads it twice. A piece of which this rank needs only some
-  /// rows (another number of ranks saved it) has no checksum of its own and is not compared.
+  /// Whether to compare the checksums of all data that is wanted, which reads it twice. The ranks share this work.
   bool verify_data = true;
 };
 

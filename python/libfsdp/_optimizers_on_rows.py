@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 #: Those of torch.optim that treat every element of a parameter by itself. Each is a module and, in it, the function that
 #: its step() calls with lists: parameters, gradients, and the states.
@@ -25,9 +26,19 @@ def install() -> None:
     if _installed:
         return
     _installed = True
+    register_optimizer_step_post_hook(_note_writes)
     for name in _ELEMENTWISE:
         module = importlib.import_module(f"torch.optim.{name}")
         setattr(module, name, _on_rows(getattr(module, name)))
+
+
+def _note_writes(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+    """Fused kernels, and operators on lists of DTensors, write without counting a version, by which the engine finds out
+    that a whole parameter is old, and autograd that a graph is."""
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    rows = [p._local_tensor for p in params if getattr(p, "_libfsdp_sharded", False) and p.grad is not None]
+    if rows:
+        torch.autograd.graph.increment_version(rows)
 
 
 def _on_rows(step: Callable[..., None]) -> Callable[..., None]:

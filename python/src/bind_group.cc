@@ -61,10 +61,7 @@ py::dict stats(Group& group) {
 std::vector<std::tuple<std::string, std::string, std::string>> schedule(Group& group) {
   std::vector<std::tuple<std::string, std::string, std::string>> lines;
   for (const auto& event : group.engine().context().events()) {
-    const char* phase = event.phase == engine::Phase::kForward    ? "forward"
-                        : event.phase == engine::Phase::kBackward ? "backward"
-                                                                  : "between";
-    lines.emplace_back(phase, event.act, event.group);
+    lines.emplace_back(engine::name_of(event.phase), event.act, event.group);
   }
   return lines;
 }

@@ -115,7 +115,10 @@ void Group::enter() {
   try {
     auto& context = group_->context();
     const bool outermost = !context.whole_here();
-    if (outermost) adopt_all();
+    if (outermost) {
+      adopt_all();
+      context.free_what_may_be_old();
+    }
     for (auto& param : params_) param->engine->sync_requires_grad();
     // Of several modules that make one group, only one that is called by itself is a forward of its own. Inside
     // another forward their end closes nothing: the next touch of another group does.
@@ -173,7 +176,10 @@ void Group::show_sharded() {
 
 void Group::unshard(bool wait) {
   if (params_.empty()) return;
-  if (!group_->context().whole_here()) adopt_all();
+  if (!group_->context().whole_here()) {
+    adopt_all();
+    group_->context().free_what_may_be_old();
+  }
   for (auto& param : params_) param->engine->sync_requires_grad();
   without_gil([&] { group_->context().unshard(*group_, wait); });
   if (wait) show_whole();

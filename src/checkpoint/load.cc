@@ -110,7 +110,7 @@ void read_into(const HeldTensor& target, const RankFile& file, uint64_t begin, c
   }
 }
 
-/// What this rank reads, by file.
+/// What this rank reads, by file, and whose checksums it compares.
 class ReadPlan {
  public:
   ReadPlan(std::string folder, const Index& index, const std::vector<HeldTensor>& targets, int rank, int size)
@@ -121,54 +121,65 @@ class ReadPlan {
       const bool rows = targets[i].dim == 0;
       const int64_t begin = rows ? spec.begin : 0, end = rows ? spec.end : spec.shape[0];
       for (const auto& read : plan_reads(*find_tensor(index, spec.name), begin, end)) {
-        by_file_[read.piece.rank].push_back({i, read});
+        by_file_[read.piece.rank].reads.push_back({i, read});
       }
     }
-    // Files that nobody reads from must be whole too; the ranks share them.
+    // A piece has one checksum, and ranks may need only rows of it: they share the pieces of what all of them want.
+    int turn = 0;
+    for (size_t i = 0; i < targets.size(); ++i) {
+      const bool own = targets[i].spec.name.starts_with(kOwnPrefix);
+      for (const auto& piece : find_tensor(index, targets[i].spec.name)->pieces) {
+        if (own || turn++ % size == rank) by_file_[piece.rank].checked.push_back({i, piece});
+      }
+    }
+    // Files that nobody reads from must be whole too.
     for (int64_t file = rank; file < index.world_size(); file += size) {
       by_file_[file];
     }
   }
 
   void check(bool verify_data) const {
-    each_file([&](const RankFile& file, const std::vector<Item>& items) {
-      for (const auto& [target, read] : items) {
-        const auto& [name, begin] = locate(file, target, read);
-        if (verify_data && read.whole()) {
-          check_data(file, name, read.piece, begin, read.bytes);
-        }
+    each_file([&](const RankFile& file, const OfFile& of_file) {
+      for (const auto& [target, read] : of_file.reads) locate(file, target, read.piece);
+      if (!verify_data) return;
+      for (const auto& [target, piece] : of_file.checked) {
+        const auto& [name, begin] = locate(file, target, piece);
+        check_data(file, name, piece, begin, index_.tensors.at(name).row_bytes() * (piece.end - piece.begin));
       }
     });
   }
 
   void run() const {
-    each_file([&](const RankFile& file, const std::vector<Item>& items) {
-      for (const auto& [target, read] : items) {
-        read_into(targets_[target], file, locate(file, target, read).second, read);
+    each_file([&](const RankFile& file, const OfFile& of_file) {
+      for (const auto& [target, read] : of_file.reads) {
+        read_into(targets_[target], file, locate(file, target, read.piece).second, read);
       }
     });
   }
 
  private:
-  using Item = std::pair<size_t, Read>;  // index in targets_
+  struct OfFile {  // with indices in targets_
+    std::vector<std::pair<size_t, Read>> reads;
+    std::vector<std::pair<size_t, Piece>> checked;
+  };
 
   // One file is open at a time: a checkpoint of many ranks has more of them than a process may open.
   template <class Fn>
   void each_file(Fn fn) const {
-    for (const auto& [rank, items] : by_file_) {
-      fn(RankFile(folder_, index_, rank), items);
+    for (const auto& [rank, of_file] : by_file_) {
+      fn(RankFile(folder_, index_, rank), of_file);
     }
   }
 
-  std::pair<std::string, uint64_t> locate(const RankFile& file, size_t target, const Read& read) const {
+  std::pair<std::string, uint64_t> locate(const RankFile& file, size_t target, const Piece& piece) const {
     const auto& name = stored_name(index_, targets_[target].spec.name);
-    return {name, file.begin_of(name, index_.tensors.at(name), read.piece)};
+    return {name, file.begin_of(name, index_.tensors.at(name), piece)};
   }
 
   std::string folder_;
   const Index& index_;
   const std::vector<HeldTensor>& targets_;
-  std::map<int64_t, std::vector<Item>> by_file_;
+  std::map<int64_t, OfFile> by_file_;
 };
 
 // A state tensor of `parameter` as the checkpoint has it: the old one if it can take the values, else a new one.

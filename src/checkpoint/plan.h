@@ -36,14 +36,12 @@ std::map<std::string, IndexTensor> plan_pieces(const std::vector<std::vector<Loc
 
 /// A run of rows to be read from one file.
 struct Read {
-  Piece piece;        ///< where they are; the whole piece if begin == piece.begin and end == piece.end
+  Piece piece;        ///< where they are
   int64_t begin = 0;  ///< global rows
   int64_t end = 0;
   uint64_t from = 0;  ///< offset in the piece's bytes
   uint64_t to = 0;    ///< offset in the destination, which begins at the wanted rows' first
   uint64_t bytes = 0;
-
-  bool whole() const { return begin == piece.begin && end == piece.end; }
 };
 
 /// What to read for rows [begin, end) of `tensor`.

@@ -27,6 +27,10 @@ void mix(uint64_t& hash, uint64_t value) { hash = (hash ^ value) * 0x9E3779B97F4
 
 }  // namespace
 
+const char* name_of(Phase phase) {
+  return phase == Phase::kForward ? "forward" : phase == Phase::kBackward ? "backward" : "between";
+}
+
 /// Lives in the autograd graph task of a backward, as its final callback's capture: the task drops it run or not, so
 /// that a backward that threw is noticed.
 struct Context::BackwardToken {
@@ -468,6 +472,13 @@ void Context::enter_forward(ParamGroup& group) {
   ++forward_depth_;
 }
 
+void Context::free_what_may_be_old() {
+  if (phase_ != Phase::kIdle || !may_be_old_) return;
+  for (auto* group : groups_) {
+    if (group && !group->place.pinned) group->reshard();
+  }
+}
+
 void Context::leave_forward(ParamGroup& group) {
   --forward_depth_;
   if (phase_ != Phase::kForward) return;  // recomputed inside a backward, which closes its groups itself
@@ -490,6 +501,7 @@ void Context::leave_forward(ParamGroup& group) {
     auto flags = no_flags();
     meet({Step::kForwardEnd}, flags);
   }
+  may_be_old_ = !forward_records_;
   phase_ = Phase::kIdle;
 }
 
@@ -641,6 +653,7 @@ void Context::finish_backward() {
 
     auto reduced = std::move(reducing_);
     reducing_.clear();
+    may_be_old_ = !reduced.empty();
     to_reduce_.clear();
     next_reduce_ = 0;
     for (auto* group : groups_) {

@@ -20,6 +20,9 @@ enum class Phase {
   kFailed,  // until reset()
 };
 
+/// "forward", "backward" or "between": the phase of an event.
+const char* name_of(Phase phase);
+
 /// One line of an iteration's schedule.
 struct Event {
   Phase phase;
@@ -50,6 +53,10 @@ class Context : public std::enable_shared_from_this<Context> {
   // --- forward ----------------------------------------------------------------------------------------------------
   /// A forward begins / returned / threw, of the module whose group is `group`.
   void enter_forward(ParamGroup& group);
+  /// Ahead of a forward, from a face that does not see every write to shards (on torch's DTensors operators on lists
+  /// and fused ones leave no trace): frees what is whole since before the user had reason to write. That is after a
+  /// forward without gradients, and after a backward that handed gradients out; not within an accumulation.
+  void free_what_may_be_old();
   void leave_forward(ParamGroup& group);
   void fail_forward(ParamGroup& group, const std::string& what);
 
@@ -132,6 +139,7 @@ class Context : public std::enable_shared_from_this<Context> {
   bool in_hooks_ = false;
   bool backward_since_forward_ = false;
   bool forward_records_ = false;  // the forward under way records gradients
+  bool may_be_old_ = false;       // see free_what_may_be_old()
   uint64_t config_ = 0;           // stands for the settings that must be the same on all ranks
 
   // The open groups, outermost first, and the last touch (the fast path's test).

@@ -1,6 +1,7 @@
 #include <fsdp/fully_shard.h>
 
 #include <algorithm>
+#include <iomanip>
 #include <sstream>
 #include <unordered_set>
 
@@ -377,11 +378,8 @@ void FSDPModuleBase::reset_iter_state() {
 std::string FSDPModuleBase::schedule() const {
   std::ostringstream out;
   for (const auto& event : state_->context().events()) {
-    const char* phase = event.phase == engine::Phase::kForward    ? "forward "
-                        : event.phase == engine::Phase::kBackward ? "backward"
-                                                                  : "between ";
-    out << phase << " " << event.act << std::string(16 - std::min<size_t>(15, std::string(event.act).size()), ' ')
-        << event.group << "  " << megabytes(event.bytes) << "\n";
+    out << std::left << std::setw(9) << engine::name_of(event.phase) << std::setw(16) << event.act << event.group
+        << "  " << megabytes(event.bytes) << "\n";
   }
   return out.str();
 }

@@ -236,8 +236,19 @@ void run_elementwise(const OperatorHandle& op, Stack* stack) {
     return true;
   });
 
+  // Kernels for lists count no version, by which a group finds out that its leaves are old.
+  std::vector<at::Tensor> written;
+  if (lead.size() > 1 || (lead.size() == 1 && lead.begin()->first >= 0)) {
+    map_tensors(stack, count, [&](at::Tensor& tensor, int argument, int) {
+      const auto* alias = schema.arguments()[static_cast<size_t>(argument)].alias_info();
+      if (alias && alias->isWrite()) written.push_back(tensor);
+      return false;
+    });
+  }
+
   op.callBoxed(stack);
 
+  for (const auto& tensor : written) tensor.unsafeGetTensorImpl()->bump_version();
   map_tensors(stack, schema.returns().size(), [&](at::Tensor& result, int, int k) {
     for (const auto& [impl, facade] : facades) {
       if (impl == result.unsafeGetTensorImpl()) {

@@ -1,4 +1,5 @@
 // Checkpoints of sharded models, loaded on other numbers of ranks. Ranks are threads.
+#include <cstring>
 #include <mutex>
 
 #include <gtest/gtest.h>
@@ -186,6 +187,13 @@ TEST(ReshardThreadsFault, DamageIsSeenByAll) {
   damaged[20] ^= 1;
   testing::spill(last, damaged);
   expect_on_every_rank(2, "rank-00002-of-00003.safetensors", load_it);
+  // A bit of the data, in a parameter's piece that other numbers of ranks read in part.
+  uint64_t header = 0;
+  std::memcpy(&header, whole.data(), sizeof header);
+  damaged = whole;
+  damaged[8 + header + 3] ^= 1;
+  testing::spill(last, damaged);
+  for (const int loaded_by : {1, 2, 3, 5}) expect_on_every_rank(loaded_by, "is damaged: its checksum is", load_it);
   testing::spill(last, whole.substr(0, whole.size() - 5));
   expect_on_every_rank(3, "it was cut off", load_it);
   fs::remove(last);

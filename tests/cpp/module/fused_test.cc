@@ -57,6 +57,17 @@ NetPtr mixed_net() {
   return net;
 }
 
+/// One step of both on the same data.
+template <class Forward>
+void step_both(Net& plain, torch::optim::Optimizer& theirs, Forward&& forward, torch::optim::Optimizer& ours) {
+  theirs.zero_grad();
+  ours.zero_grad();
+  plain.forward(ramp({4, 6})).pow(2).mean().backward();
+  forward(ramp({4, 6})).pow(2).mean().backward();
+  theirs.step();
+  ours.step();
+}
+
 Parameters parameters_of(const NetPtr& net) { return net->parameters(); }
 
 void expect_equal(const NetPtr& net, const NetPtr& plain, double tolerance = 1e-6) {
@@ -132,14 +143,7 @@ TEST(FusedStateThreads, GroupsWithOptionsOfTheirOwn) {
     };
     torch::optim::AdamW theirs(groups(plain), torch::optim::AdamWOptions(0.01));
     optim::AdamW ours(groups(net), torch::optim::AdamWOptions(0.01));
-    for (int step = 0; step < 3; ++step) {
-      theirs.zero_grad();
-      ours.zero_grad();
-      plain->forward(ramp({4, 6})).pow(2).mean().backward();
-      model(ramp({4, 6})).pow(2).mean().backward();
-      theirs.step();
-      ours.step();
-    }
+    for (int step = 0; step < 3; ++step) step_both(*plain, theirs, model, ours);
     expect_equal(net, plain);
   });
 }
@@ -152,15 +156,23 @@ TEST(FusedStateThreads, AStepIsSeenByWhatIsWhole) {
     model.set_reshard_after_backward(false);
     torch::optim::AdamW theirs(plain->parameters(), torch::optim::AdamWOptions(0.1));
     optim::AdamW ours(net->parameters(), torch::optim::AdamWOptions(0.1));
-    for (int step = 0; step < 3; ++step) {
-      theirs.zero_grad();
-      ours.zero_grad();
-      plain->forward(ramp({4, 6})).pow(2).mean().backward();
-      model(ramp({4, 6})).pow(2).mean().backward();
-      theirs.step();
-      ours.step();
-    }
+    for (int step = 0; step < 3; ++step) step_both(*plain, theirs, model, ours);
     expect_equal(net, plain);
+    // Operators on lists by hand, and a fused kernel called as such.
+    const auto write = [](const NetPtr& of) {
+      const auto all = of->parameters();
+      const Parameters weights{all[4], all[6]};  // those of a and b
+      at::_foreach_mul_(weights, 0.5);
+      at::_fused_sgd_(weights, {at::ones_like(weights[0]), at::ones_like(weights[1])}, {}, 0, 0, 0.1, 0, false, false,
+                      false);
+    };
+    {
+      at::NoGradGuard no_grad;
+      model(ramp({4, 6}));
+      write(plain);
+      write(net);
+      EXPECT_LT(difference(model(ramp({4, 6})), plain->forward(ramp({4, 6}))), 1e-6);
+    }
     // And a graph that was built before it is refused, as in plain torch.
     const auto loss = model(ramp({4, 6})).pow(2).mean();
     ours.step();
@@ -174,19 +186,11 @@ TEST(FusedStateThreads, AStateFromBeforeShardingGoesOn) {
     const auto plain = mixed_net(), net = mixed_net();
     torch::optim::AdamW theirs(plain->parameters(), torch::optim::AdamWOptions(0.1));
     optim::AdamW ours(net->parameters(), torch::optim::AdamWOptions(0.1));
-    const auto step = [&](auto&& forward) {
-      theirs.zero_grad();
-      ours.zero_grad();
-      plain->forward(ramp({4, 6})).pow(2).mean().backward();
-      forward(ramp({4, 6})).pow(2).mean().backward();
-      theirs.step();
-      ours.step();
-    };
-    step([&](const at::Tensor& x) { return net->forward(x); });
+    step_both(
+        *plain, theirs, [&](const at::Tensor& x) { return net->forward(x); }, ours);
     ours.zero_grad();
     auto model = fully_shard(net);
-    step(model);
-    step(model);
+    for (int step = 0; step < 2; ++step) step_both(*plain, theirs, model, ours);
     expect_equal(net, plain);
     for (const auto& parameter : net->parameters()) {
       const auto state = ours.state().find(parameter.unsafeGetTensorImpl());

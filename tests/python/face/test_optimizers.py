@@ -40,6 +40,41 @@ def test_numbers(rank, world, name, kind):
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("kind", ["foreach", "fused"])
+def test_a_step_is_seen_by_parameters_that_stay_whole(rank, world, kind):
+    def stay_whole(model):
+        model.set_reshard_after_forward(False)
+        model.set_reshard_after_backward(False)
+
+    model = compare(Stack(), rank, world, beside_torch=False, optimizer=torch.optim.AdamW, prepare=stay_whole,
+                    optimizer_options={"lr": 1e-2, kind: True})
+    # And a graph that was built before it is refused, as in plain torch.
+    inputs = batches(world, 0)[rank]
+    optimizer = torch.optim.AdamW(model.parameters(), **{kind: True})
+    loss_of(model(inputs)).backward()
+    loss = loss_of(model(inputs))
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    model.reset_iter_state()
+
+
+@on_ranks(2)
+@torch.no_grad()
+def test_operators_on_lists_are_seen_between_evaluations(rank, world):
+    """A root stays whole after its forward; an average that is put into place afterwards must be what counts."""
+    plain = Stack()
+    model = shard_blocks(copy.deepcopy(plain), fully_shard)
+    inputs = batches(world, 0)[rank]
+    for _ in range(2):
+        assert_close(model(inputs), plain(inputs), "output")
+        for each in (plain, model):
+            torch._foreach_mul_(list(each.parameters()), 0.5)
+    model.unshard()
+    torch.testing.assert_close(model.head.weight, plain.head.weight)
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_rows_are_stepped_and_states_are_dtensors(rank, world, name):
     model = shard_blocks(Stack(), fully_shard)
