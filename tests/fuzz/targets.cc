@@ -80,7 +80,9 @@ void index(const uint8_t* data, size_t size) {
       promise(byte_size(tensor.dtype, tensor.shape, bytes), "a size that 64 bits count");
       uint64_t covered = 0;
       for (const auto& read : plan_reads(tensor, 0, tensor.rows())) {
-        promise(read.whole() && read.to == covered && read.piece.rank < index.world_size(), "pieces in order");
+        promise(read.begin == read.piece.begin && read.end == read.piece.end && read.to == covered &&
+                    read.piece.rank < index.world_size(),
+                "pieces in order");
         covered += read.bytes;
       }
       promise(covered == bytes, "pieces are the tensor");
