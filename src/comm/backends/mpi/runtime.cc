@@ -15,6 +15,14 @@ namespace {
 // A waiting rank asks MPI itself; this is for those that compute meanwhile.
 constexpr auto kPause = std::chrono::microseconds(100);
 
+/// Whether a launcher of MPI started this process: Open MPI, MPICH and its kin, anything with PMIx.
+bool in_a_job() {
+  for (const auto* name : {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK"}) {
+    if (std::getenv(name)) return true;
+  }
+  return false;
+}
+
 }  // namespace
 
 void check(int code, const char* call) {
@@ -44,6 +52,8 @@ Runtime::Runtime() {
   check(MPI_Initialized(&started), "MPI_Initialized");
   if (started) {
     check(MPI_Query_thread(&level), "MPI_Query_thread");
+  } else if (!in_a_job()) {
+    throw NotSupported("the engine mpi needs an MPI job; start the program with mpirun, all ranks in one job");
   } else {
     check(MPI_Init_thread(nullptr, nullptr, MPI_THREAD_MULTIPLE, &level), "MPI_Init_thread");
     ours_ = true;

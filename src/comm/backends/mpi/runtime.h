@@ -12,7 +12,7 @@ namespace fsdp::comm::mpi {
 /// collectives advance while the ranks compute.
 class Runtime {
  public:
-  /// NotSupported: the program started MPI without MPI_THREAD_MULTIPLE.
+  /// NotSupported: no launcher of MPI started this process, or the program started MPI without MPI_THREAD_MULTIPLE.
   static Runtime& get();
 
   int rank() const { return rank_; }
