@@ -1,6 +1,7 @@
 // One rank of a collective's timing: a channel of libfsdp's, or memory copied for comparison. Serves the driver's
 // commands (see ../README.md, "Protocol"): `run <op> <bytes> <count>` answers the mean microseconds of `count` of them,
 // one after the other, each with the ranks' parts of <bytes>.
+#include <algorithm>
 #include <chrono>
 #include <cstring>
 #include <iostream>
@@ -38,8 +39,8 @@ void check(bool right, const std::string& what) {
 /// Runs what `op` names `count` times over parts of `bytes`.
 class Wire {
  public:
-  explicit Wire(const Config& config) : config_(config) {
-    if (config.rank < 0) {
+  explicit Wire(const Config& config) : config_(config), launched_(config.rank < 0) {
+    if (launched()) {
       fsdp::init_process_group({.engine = config.engine});
     } else {
       fsdp::init_process_group({.engine = config.engine, .rank = config.rank, .world_size = config.world});
@@ -73,6 +74,17 @@ class Wire {
     return timed(count, [&] { op == "all_gather" ? gather() : reduce(); });
   }
 
+  /// The driver's next command, "" at the end. Where a launcher started the ranks, rank 0 alone hears the driver.
+  std::string command() {
+    std::string line;
+    if (!launched() || config_.rank == 0) std::getline(std::cin, line);
+    if (!launched()) return line;
+    const auto text = torch::zeros({128}, torch::kByte);
+    std::memcpy(text.data_ptr(), line.data(), std::min<size_t>(line.size(), 127));
+    channel_->broadcast(text, 0)->wait();
+    return static_cast<const char*>(text.const_data_ptr());
+  }
+
   template <class Fn>
   double timed(int64_t count, Fn&& fn) {
     fsdp::barrier();
@@ -90,7 +102,10 @@ class Wire {
   }
 
  private:
+  bool launched() const { return launched_; }
+
   Config config_;
+  bool launched_;
   fsdp::DeviceMesh mesh_;
   std::shared_ptr<fsdp::comm::Channel> channel_;
 };
@@ -119,7 +134,8 @@ int main(int argc, char** argv) {
     torch::NoGradGuard no_grad;
     Wire wire(config);
     std::cout << json{{"ready", true}}.dump() + "\n" << std::flush;
-    for (std::string line; std::getline(std::cin, line);) std::cout << answer(wire, line).dump() + "\n" << std::flush;
+    for (auto line = wire.command(); !line.empty(); line = wire.command())
+      std::cout << answer(wire, line).dump() + "\n" << std::flush;
   }
   fsdp::destroy_process_group();
   return 0;

@@ -25,8 +25,8 @@ def core_of(rank):
 
 
 class RankGroup:
-    """`launcher`: the beginning of a command that starts all ranks itself, gives each of them its standard input, and joins
-    their output."""
+    """`launcher`: the beginning of a command that starts all ranks itself, gives the first of them its standard input, and
+    joins their output."""
 
     def __init__(self, name, argv, *, ranks, log_dir, python_path=None, timeout=600, launcher=None):
         self.name = name

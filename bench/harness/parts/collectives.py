@@ -7,7 +7,7 @@ import statistics
 import subprocess
 
 #: engine -> what starts its ranks, where they do not start one by one
-ENGINES = {"gloo": None, "shm": None, "mpi": ["mpirun", "--allow-run-as-root", "--stdin", "all", "-np"]}
+ENGINES = {"gloo": None, "shm": None, "mpi": ["mpirun", "--allow-run-as-root", "-np"]}
 OPS = ["all_gather", "reduce_scatter"]
 RANKS = 2
 BYTES = [4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20]  # of a rank's part
