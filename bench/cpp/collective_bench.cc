@@ -40,7 +40,7 @@ void check(bool right, const std::string& what) {
 class Wire {
  public:
   explicit Wire(const Config& config) : config_(config), launched_(config.rank < 0) {
-    if (launched()) {
+    if (launched_) {
       fsdp::init_process_group({.engine = config.engine});
     } else {
       fsdp::init_process_group({.engine = config.engine, .rank = config.rank, .world_size = config.world});
@@ -77,8 +77,8 @@ class Wire {
   /// The driver's next command, "" at the end. Where a launcher started the ranks, rank 0 alone hears the driver.
   std::string command() {
     std::string line;
-    if (!launched() || config_.rank == 0) std::getline(std::cin, line);
-    if (!launched()) return line;
+    if (!launched_ || config_.rank == 0) std::getline(std::cin, line);
+    if (!launched_) return line;
     const auto text = torch::zeros({128}, torch::kByte);
     std::memcpy(text.data_ptr(), line.data(), std::min<size_t>(line.size(), 127));
     channel_->broadcast(text, 0)->wait();
@@ -102,10 +102,8 @@ class Wire {
   }
 
  private:
-  bool launched() const { return launched_; }
-
   Config config_;
-  bool launched_;
+  bool launched_;  // by one that gives rank 0 alone the driver's commands
   fsdp::DeviceMesh mesh_;
   std::shared_ptr<fsdp::comm::Channel> channel_;
 };

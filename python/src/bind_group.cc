@@ -31,7 +31,7 @@ void bind_flag(py::class_<Group>& type, const char* name) {
       name, [](Group& group) { return group.engine().flags().*Member; },
       [](Group& group, std::remove_reference_t<decltype(std::declval<GroupFlags>().*Member)> value) {
         group.engine().flags().*Member = value;
-        if (group.engine().shared_context()) group.engine().context().note_config_change();
+        group.note_config_change();
       });
 }
 

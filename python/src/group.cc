@@ -71,13 +71,8 @@ void Group::keep_over(int64_t ranks) {
 }
 
 void Group::set_custom_gather(std::shared_ptr<CustomAllGather> gather) {
-  if (gather && group_->kept_over() > 0) {
-    throw NotSupported("libfsdp: group '" + group_->name() +
-                       "' has a number for reshard_after_forward, so its backward gathers over fewer ranks than a "
-                       "custom all-gather is for; use True or False");
-  }
+  without_gil([&] { group_->set_custom_gather(gather); });
   custom_gather_ = std::move(gather);
-  without_gil([&] { group_->set_custom_gather(custom_gather_); });
   note_config_change();
 }
 

@@ -42,6 +42,8 @@ class Group {
   /// the end of the group's use.
   void set_shared(bool several) { several_ = several; }
   void set_name(const std::string& name, const std::vector<std::string>& params);
+  /// A setting was changed that ranks must have alike. Nothing to do before the group is part of a model.
+  void note_config_change();
   /// Between forward and backward, keep the parameters over this many ranks; 0: do not. Collective.
   void keep_over(int64_t ranks);
   /// Collectives of the user's own, alike on all ranks; null: the engine's. NotSupported where they cannot be had.
@@ -96,7 +98,6 @@ class Group {
   void show_in_backward();
   py::object replacement(const ShownParam& param) const;
   bool idle() const { return uses_ == 0; }
-  void note_config_change();
   void adopt_all();
 
   std::vector<std::string> names_;

@@ -116,12 +116,17 @@ void ShownParam::attach(engine::ShardedParam& param) {
   param.set_slot(std::make_unique<DTensorSlot>(*this));
 }
 
+/// From now on `shown` counts writes as the shard does.
+static void share_version(const py::object& shown, const engine::ShardedParam& param) {
+  const auto& counter = param.shard().unsafeGetTensorImpl()->version_counter();
+  THPVariable_Unpack(shown.ptr()).unsafeGetTensorImpl()->set_version_counter(counter);
+}
+
 void ShownParam::set_user(py::object parameter) {
   user = std::move(parameter);
   user.attr(names().local_tensor) = local;
   // Operators on a DTensor count a write on it alone. Shard and leaf must see it (note: one version counter).
-  const auto& counter = engine->shard().unsafeGetTensorImpl()->version_counter();
-  THPVariable_Unpack(user.ptr()).unsafeGetTensorImpl()->set_version_counter(counter);
+  share_version(user, *engine);
   spec = user.attr("_spec");
   show(user);
 }
@@ -136,8 +141,7 @@ void ShownParam::show_whole() const {
   c10::InferenceMode tracked(false);
   at::AutoGradMode recording(true);
   const auto shown = wrapper.attr("show")(whole);
-  const auto& counter = engine->shard().unsafeGetTensorImpl()->version_counter();
-  THPVariable_Unpack(shown.ptr()).unsafeGetTensorImpl()->set_version_counter(counter);
+  share_version(shown, *engine);
   show(shown);
 }
 

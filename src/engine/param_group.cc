@@ -233,6 +233,12 @@ void ParamGroup::reshard() {
 }
 
 void ParamGroup::set_custom_gather(std::shared_ptr<CustomAllGather> gather) {
+  if (gather && part_) {
+    throw NotSupported(
+        "libfsdp: group '" + name_ +
+        "' has a number for reshard_after_forward, so its backward gathers over fewer ranks than a custom "
+        "all-gather is for; use true or false");
+  }
   custom_gather_ = gather != nullptr;
   axis_.channel = mesh_.state()->axis_channel(mesh_.ndim() - 1, mesh::Lane::kGather);
   if (!gather) return;

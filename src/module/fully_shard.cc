@@ -66,17 +66,22 @@ struct Reshard {
   int64_t over = 0;  // the number of ranks over which parameters are kept; 0: all, and nothing is kept
 };
 
-template <class Wrong>
-Reshard reshard_of(const FullyShardOptions& options, Wrong&& wrong) {
+Reshard reshard_of(const FullyShardOptions& options) {
   const auto& given = options.reshard_after_forward;
   if (!given) return {};
   if (const auto* flag = std::get_if<bool>(&*given)) return {true, *flag, 0};
-  const int64_t over = std::get<int64_t>(*given), axis = options.mesh.shape().back();
-  if (over < 1 || axis % over != 0) {
-    wrong("reshard_after_forward is " + std::to_string(over) + ", expected a factor of " + std::to_string(axis) +
-          ", the size of the shard axis; true or false are possible always");
-  }
-  return {true, over != 1, over == 1 || over == axis ? 0 : over};
+  const int64_t over = std::get<int64_t>(*given);
+  return {true, over != 1, over == 1 || over == options.mesh.shape().back() ? 0 : over};
+}
+
+/// "" if it can be had.
+std::string problem_of_reshard(const FullyShardOptions& options) {
+  const auto& given = options.reshard_after_forward;
+  const auto* over = given ? std::get_if<int64_t>(&*given) : nullptr;
+  const int64_t axis = options.mesh.shape().back();
+  if (!over || (*over >= 1 && axis % *over == 0)) return "";
+  return "reshard_after_forward is " + std::to_string(*over) + ", expected a factor of " + std::to_string(axis) +
+         ", the size of the shard axis; true or false are possible always";
 }
 
 std::string type_name(const std::optional<at::ScalarType>& type) { return type ? c10::toString(*type) : "-"; }
@@ -146,7 +151,8 @@ Survey survey(const std::vector<std::shared_ptr<torch::nn::Module>>& modules, co
   const auto& policy = options.mp_policy;
   result.lines.push_back("param_dtype " + type_name(policy.param_dtype) + ", reduce_dtype " +
                          type_name(policy.reduce_dtype));
-  const auto reshard = reshard_of(options, wrong);
+  if (auto problem = problem_of_reshard(options); !problem.empty()) wrong(std::move(problem));
+  const auto reshard = reshard_of(options);
   result.lines.push_back("reshard_after_forward " + (reshard.over > 0 ? std::to_string(reshard.over)
                                                      : !reshard.set   ? "-"
                                                      : reshard.free   ? "true"
@@ -195,10 +201,9 @@ std::shared_ptr<ModuleState> make_state(std::vector<std::shared_ptr<torch::nn::M
   auto groups = plan.inner;
   groups.insert(groups.begin(), &group);
   arrange(plan.visits, groups, group);
-  const auto reshard = reshard_of(options, [](const std::string&) {});
-  group.keep_over(reshard.over);
+  group.keep_over(reshard_of(options).over);
   for (auto* each : groups) {
-    const auto asked = reshard_of(ModuleState::of(*each).options(), [](const std::string&) {});
+    const auto asked = reshard_of(ModuleState::of(*each).options());
     each->flags().reshard_after_forward = asked.set ? asked.free : each != &group;
   }
   engine::Context::create(groups, options.mesh);
@@ -345,12 +350,6 @@ void FSDPModuleBase::set_gradient_divide_factor(double factor) {
 }
 
 void FSDPModuleBase::set_custom_all_gather(std::shared_ptr<CustomAllGather> gather) {
-  if (gather && state_->group().kept_over() > 0) {
-    throw NotSupported(
-        "libfsdp: group '" + fqn() +
-        "' has a number for reshard_after_forward, so its backward gathers over fewer ranks than a custom "
-        "all-gather is for; use true or false");
-  }
   state_->group().set_custom_gather(std::move(gather));
   state_->context().note_config_change();
 }
