@@ -36,9 +36,9 @@ class Group:
     reshard_after_backward: bool
     reshard_after_forward: bool
     sync_gradients: bool
-    def __init__(self, names: collections.abc.Sequence[str], params: collections.abc.Sequence[torch.Tensor], dims: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex], mesh: Mesh, param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None) -> None:
+    def __init__(self, names: collections.abc.Sequence[str], params: collections.abc.Sequence[torch.Tensor], dims: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex], mesh: Mesh, param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, flat: bool = False) -> None:
         """
-        Copies this rank's rows, along `dims`, of `params`. Collective.
+        Copies this rank's rows, along `dims`, of `params`; `flat`: its elements of all, one after another. Collective.
         """
     def __len__(self) -> int:
         ...

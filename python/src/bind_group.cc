@@ -11,10 +11,11 @@ using engine::GroupFlags;
 
 std::unique_ptr<Group> make_group(std::vector<std::string> names, std::vector<at::Tensor> params,
                                   std::vector<int64_t> dims, const DeviceMesh& mesh,
-                                  std::optional<at::ScalarType> param_dtype,
-                                  std::optional<at::ScalarType> reduce_dtype) {
+                                  std::optional<at::ScalarType> param_dtype, std::optional<at::ScalarType> reduce_dtype,
+                                  bool flat) {
   return std::make_unique<Group>(std::move(names), std::move(params), std::move(dims), mesh,
-                                 engine::DtypePolicy{param_dtype, reduce_dtype});
+                                 engine::DtypePolicy{param_dtype, reduce_dtype},
+                                 flat ? engine::Layout::kFlat : engine::Layout::kRows);
 }
 
 void place(Group& group, size_t i, py::object user, const std::vector<std::tuple<py::dict, py::str, py::object>>& at,
@@ -86,8 +87,9 @@ void bind_group(py::module_& module) {
   module.attr("LEFT_FAILED") = static_cast<int>(Group::Left::kFailed);
   py::class_<Group> type(module, "Group", "What one call of fully_shard made.");
   type.def(py::init(&make_group), py::arg("names"), py::arg("params"), py::arg("dims"), py::arg("mesh"),
-           py::arg("param_dtype"), py::arg("reduce_dtype"),
-           "Copies this rank's rows, along `dims`, of `params`. Collective.")
+           py::arg("param_dtype"), py::arg("reduce_dtype"), py::arg("flat") = false,
+           "Copies this rank's rows, along `dims`, of `params`; `flat`: its elements of all, one after another. "
+           "Collective.")
       .def("__len__", &Group::size)
       .def("shard", &Group::shard, py::arg("i"), "This rank's rows of the i-th parameter; all share one buffer.")
       .def("place", &place, py::arg("i"), py::arg("user"), py::arg("places"), py::arg("wrapper"),

@@ -23,8 +23,8 @@ void without_gil(Fn&& fn) {
 }  // namespace
 
 Group::Group(std::vector<std::string> names, std::vector<at::Tensor> params, std::vector<int64_t> dims,
-             const DeviceMesh& mesh, const engine::DtypePolicy& policy)
-    : names_(std::move(names)), dims_(std::move(dims)), policy_(policy) {
+             const DeviceMesh& mesh, const engine::DtypePolicy& policy, engine::Layout layout)
+    : names_(std::move(names)), dims_(std::move(dims)), policy_(policy), layout_(layout) {
   for (size_t i = 0; i < names_.size(); ++i) params_.push_back(std::make_unique<ShownParam>());
   without_gil([&] { group_ = make_engine(params, mesh); });
   attach();
@@ -38,7 +38,7 @@ Group::~Group() {
 std::unique_ptr<engine::ParamGroup> Group::make_engine(const std::vector<at::Tensor>& params, const DeviceMesh& mesh) {
   std::vector<engine::NamedParam> named;
   for (size_t i = 0; i < names_.size(); ++i) named.push_back({names_[i], params[i], dims_[i]});
-  return std::make_unique<engine::ParamGroup>("(root)", named, mesh, policy_);
+  return std::make_unique<engine::ParamGroup>("(root)", named, mesh, policy_, layout_);
 }
 
 void Group::attach() {

@@ -23,7 +23,7 @@ class Group {
  public:
   /// Copies this rank's rows, along `dims`, of `params`, whole tensors. Opens the mesh's channels: collective.
   Group(std::vector<std::string> names, std::vector<at::Tensor> params, std::vector<int64_t> dims,
-        const DeviceMesh& mesh, const engine::DtypePolicy& policy);
+        const DeviceMesh& mesh, const engine::DtypePolicy& policy, engine::Layout layout);
   ~Group();
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
@@ -103,6 +103,7 @@ class Group {
   std::vector<std::string> names_;
   std::vector<int64_t> dims_;
   engine::DtypePolicy policy_;
+  engine::Layout layout_;
   // For the engine's group, whenever it is made anew.
   std::shared_ptr<CustomAllGather> custom_gather_;
   std::shared_ptr<CustomReduceScatter> custom_reduce_;

@@ -28,6 +28,18 @@ struct PlainTensors {
   at::AutoDispatchBelowADInplaceOrView below;
 };
 
+int64_t length_of_line(const std::vector<NamedParam>& params) {
+  int64_t length = 0;
+  for (const auto& param : params) {
+    length += param.tensor.numel();
+    if (param.tensor.scalar_type() == params[0].tensor.scalar_type()) continue;
+    throw InvalidArgument(std::string("libfsdp: parameters of one flat group must have one dtype: '") + params[0].name +
+                          "' is " + c10::toString(params[0].tensor.scalar_type()) + ", '" + param.name + "' is " +
+                          c10::toString(param.tensor.scalar_type()) + "; wrap them apart, or cast one");
+  }
+  return length;
+}
+
 std::string with_group(const std::string& what, const std::string& group, const char* act) {
   return what + " (while waiting for the " + act + " of group '" + group + "')";
 }
@@ -46,7 +58,7 @@ void naming_group(const std::string& group, const char* act, Fn&& fn) {
 }  // namespace
 
 ParamGroup::ParamGroup(std::string name, const std::vector<NamedParam>& params, const DeviceMesh& mesh,
-                       const DtypePolicy& policy)
+                       const DtypePolicy& policy, Layout layout)
     : mesh_(mesh),
       policy_(policy),
       device_(params.empty() ? c10::Device(mesh.device_type()) : params[0].tensor.device()) {
@@ -69,14 +81,18 @@ ParamGroup::ParamGroup(std::string name, const std::vector<NamedParam>& params, 
     return width(a->tensor.scalar_type()) > width(b->tensor.scalar_type());
   });
 
+  int64_t line = 0, lead = 0;
+  if (layout == Layout::kFlat) line = length_of_line(params);
   std::vector<shard::FlatLayout::Array> stored;
   for (const auto* param : sorted) {
     const auto& tensor = param->tensor;
     const bool casts = policy.param_dtype && tensor.is_floating_point() && *policy.param_dtype != tensor.scalar_type();
     const auto dtype = casts ? *policy.param_dtype : tensor.scalar_type();
     casts_ = casts_ || casts;
-    params_.push_back(std::make_unique<ShardedParam>(this, param->name, tensor, param->dim, dtype));
+    const auto cut = layout == Layout::kFlat ? Cut{0, line, lead} : Cut{param->dim};
+    params_.push_back(std::make_unique<ShardedParam>(this, param->name, tensor, cut, dtype));
     auto& p = *params_.back();
+    lead += p.numel();
     p.index_ = params_.size() - 1;
     stored.push_back(p.array(width(tensor.scalar_type())));
   }
@@ -87,7 +103,7 @@ ParamGroup::ParamGroup(std::string name, const std::vector<NamedParam>& params, 
   flat_shard_ = at::empty({store.segments().length(rank_)}, at::TensorOptions().dtype(at::kByte).device(device_));
   for (size_t i = 0; i < params_.size(); ++i) {
     auto& param = *params_[i];
-    const auto part = narrow_rows(sorted[i]->tensor, param.dim(), rows_here(param));
+    const auto part = param.part_of(sorted[i]->tensor, rows_here(param));
     auto view = flat_shard_.narrow(0, store.local_offset(i, rank_), store.local_length(i, rank_));
     auto local = view.view(param.dtype()).view(part.sizes());
     local.copy_(part);
@@ -281,12 +297,9 @@ at::Tensor ParamGroup::part_of(const ShardedParam& param) const {
   PlainTensors plain;
   const auto& layout = *part_->layout;
   const auto i = param.index();
-  auto sizes = param.sizes();
-  if (sizes.empty()) sizes.push_back(1);
-  sizes[static_cast<size_t>(param.dim())] = shard::rows_of_rank(param.rows(), layout.world(), part_->rank).size();
   return part_bytes_.narrow(0, layout.local_offset(i, part_->rank), layout.local_length(i, part_->rank))
       .view(param.leaf().scalar_type())
-      .view(sizes);
+      .view(param.part_sizes(param.rows_of(layout.world(), part_->rank).size()));
 }
 
 void ParamGroup::join_gather() {
@@ -314,7 +327,7 @@ void ShardedParam::write_back() {
   }
   // The leaf's key would send this through the fallback again; its bytes are here.
   c10::impl::ExcludeDispatchKeyGuard below_key(kKey);
-  shard_.copy_(narrow_rows(leaf_, dim_, group_->rows_here(*this)));
+  shard_.copy_(part_of(leaf_, group_->rows_here(*this)));
   filled_version_ = version();
 }
 

@@ -45,7 +45,13 @@ struct GroupFlags {
 struct NamedParam {
   std::string name;
   at::Tensor tensor;
-  int64_t dim = 0;  // to be cut along
+  int64_t dim = 0;  // to be cut along, unless the group's layout is flat
+};
+
+/// How a group's parameters are cut over the shard axis.
+enum class Layout {
+  kRows,  // each by the rows of a dim of its own
+  kFlat,  // all, flattened, one after another, and that by its elements; one dtype
 };
 
 /// Parameters that are gathered by one all-gather and whose gradients are reduced together, whichever face or layout
@@ -57,8 +63,9 @@ struct NamedParam {
 /// first arrival until its reduction is done.
 class ParamGroup {
  public:
-  ParamGroup(std::string name, const std::vector<NamedParam>& params, const DeviceMesh& mesh,
-             const DtypePolicy& policy);
+  /// InvalidArgument: a flat layout of several dtypes.
+  ParamGroup(std::string name, const std::vector<NamedParam>& params, const DeviceMesh& mesh, const DtypePolicy& policy,
+             Layout layout = Layout::kRows);
   ~ParamGroup();
   ParamGroup(const ParamGroup&) = delete;
   ParamGroup& operator=(const ParamGroup&) = delete;
@@ -70,9 +77,7 @@ class ParamGroup {
   GroupFlags& flags() { return flags_; }
   int64_t unsharded_bytes() const { return axis_.layout->segments().total(); }
   /// The rows of `param` that this rank owns.
-  shard::RowRange rows_here(const ShardedParam& param) const {
-    return shard::rows_of_rank(param.rows(), world_, rank_);
-  }
+  shard::RowRange rows_here(const ShardedParam& param) const { return param.rows_of(world_, rank_); }
   /// Bytes of this rank's persistent flat shard.
   int64_t sharded_bytes() const { return flat_shard_.nbytes(); }
 

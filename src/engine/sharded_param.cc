@@ -32,10 +32,12 @@ void tag_tensor(const at::Tensor& tensor, c10::intrusive_ptr<c10::BackendMeta> m
   impl->set_backend_meta(std::move(meta));
 }
 
-ShardedParam::ShardedParam(ParamGroup* group, std::string name, const at::Tensor& original, int64_t dim,
+ShardedParam::ShardedParam(ParamGroup* group, std::string name, const at::Tensor& original, Cut cut,
                            at::ScalarType gather_dtype)
-    : group_(group), name_(std::move(name)), sizes_(original.sizes().vec()), dtype_(original.scalar_type()), dim_(dim) {
-  for (int64_t d = 0; d < original.dim(); ++d) (d < dim ? slabs_ : d == dim ? rows_ : row_numel_) *= original.size(d);
+    : group_(group), name_(std::move(name)), sizes_(original.sizes().vec()), dtype_(original.scalar_type()), cut_(cut) {
+  for (int64_t d = 0; d < original.dim(); ++d) {
+    (cut.line > 0 || d == cut.dim ? rows_ : d < cut.dim ? slabs_ : row_numel_) *= original.size(d);
+  }
   leaf_ = at::empty(sizes_, original.options().dtype(gather_dtype).requires_grad(false));
   tag_ = c10::make_intrusive<LeafTag>(this);
   tag_tensor(leaf_, tag_);
@@ -50,6 +52,17 @@ ShardedParam::ShardedParam(ParamGroup* group, std::string name, const at::Tensor
 }
 
 ShardedParam::~ShardedParam() { tag_->param = nullptr; }
+
+std::vector<int64_t> ShardedParam::part_sizes(int64_t rows) const {
+  if (cut_.line > 0 || sizes_.empty()) return {rows};
+  auto sizes = sizes_;
+  sizes[static_cast<size_t>(cut_.dim)] = rows;
+  return sizes;
+}
+
+at::Tensor ShardedParam::part_of(const at::Tensor& whole, shard::RowRange rows) const {
+  return cut_.line > 0 ? whole.reshape({-1}).narrow(0, rows.begin, rows.size()) : narrow_rows(whole, cut_.dim, rows);
+}
 
 void ShardedParam::attach_shard(at::Tensor shard) {
   shard_ = std::move(shard);

@@ -37,8 +37,16 @@ inline at::Tensor narrow_rows(const at::Tensor& whole, int64_t dim, shard::RowRa
   return (whole.dim() == 0 ? whole.reshape({1}) : whole).narrow(dim, rows.begin, rows.size());
 }
 
-/// One parameter of a group: the rows of one dim that this rank owns, and the unsharded leaf that forward and backward
-/// read.
+/// How a parameter is cut: along `dim`, by its own rows, or (`line` not 0) as a stretch of a line of so many elements,
+/// `lead` from its begin; see shard::FlatLayout::Array.
+struct Cut {
+  int64_t dim = 0;
+  int64_t line = 0;
+  int64_t lead = 0;
+};
+
+/// One parameter of a group: the rows of one dim that this rank owns (or its elements of a line), and the unsharded
+/// leaf that forward and backward read.
 ///
 /// The leaf is one tensor for life. Its StorageImpl is emptied and refilled (note: storage stays, bytes go), so that
 /// views which autograd saved become valid again when the group is gathered again.
@@ -46,10 +54,8 @@ inline at::Tensor narrow_rows(const at::Tensor& whole, int64_t dim, shard::RowRa
 /// fail as it does in plain torch.
 class ShardedParam {
  public:
-  /// `original` is the whole parameter, to be cut along `dim`; its rows of this rank are copied into `shard` later by
-  /// the group.
-  ShardedParam(ParamGroup* group, std::string name, const at::Tensor& original, int64_t dim,
-               at::ScalarType gather_dtype);
+  /// `original` is the whole parameter; its rows of this rank are copied into `shard` later by the group.
+  ShardedParam(ParamGroup* group, std::string name, const at::Tensor& original, Cut cut, at::ScalarType gather_dtype);
   ~ShardedParam();
   ShardedParam(const ShardedParam&) = delete;
   ShardedParam& operator=(const ShardedParam&) = delete;
@@ -60,16 +66,23 @@ class ShardedParam {
   size_t index() const { return index_; }
   const std::vector<int64_t>& sizes() const { return sizes_; }
   at::ScalarType dtype() const { return dtype_; }
-  /// The dim that is cut, and its size: 0 and 1 where the parameter has no dims.
-  int64_t dim() const { return dim_; }
-  int64_t rows() const { return rows_; }
+  /// The dim that is cut: 0 where the parameter has no dims, or is cut as a part of a line.
+  int64_t dim() const { return cut_.dim; }
   int64_t numel() const { return slabs_ * rows_ * row_numel_; }
   /// The whole with `unit` units an element, as a layout sees it.
-  shard::FlatLayout::Array array(int64_t unit) const { return {rows_, row_numel_ * unit, slabs_}; }
+  shard::FlatLayout::Array array(int64_t unit) const {
+    return {rows_, row_numel_ * unit, slabs_, cut_.line, cut_.lead};
+  }
+  shard::RowRange rows_of(int64_t world, int64_t rank) const { return array(1).rows_of(world, rank); }
+  /// Sizes of a part of so many rows.
+  std::vector<int64_t> part_sizes(int64_t rows) const;
+  /// The part of a whole tensor of these sizes that has `rows`; a view of it if it is contiguous.
+  at::Tensor part_of(const at::Tensor& whole, shard::RowRange rows) const;
 
   /// Global sizes, gather dtype; tagged. Has bytes only while the group is unsharded.
   const at::Tensor& leaf() const { return leaf_; }
-  /// This rank's rows, in the parameter's own dtype; a view into the group's flat shard.
+  /// This rank's rows, in the parameter's own dtype; a view into the group's flat shard. 1-D if cut as a part of a
+  /// line.
   const at::Tensor& shard() const { return shard_; }
   const c10::intrusive_ptr<LeafTag>& tag() const { return tag_; }
   /// The leaf's AccumulateGrad node; null where the dtype has no gradient.
@@ -102,7 +115,8 @@ class ShardedParam {
   std::string name_;
   std::vector<int64_t> sizes_;
   at::ScalarType dtype_;
-  int64_t dim_, rows_ = 1, row_numel_ = 1, slabs_ = 1;
+  Cut cut_;
+  int64_t rows_ = 1, row_numel_ = 1, slabs_ = 1;
   at::Tensor leaf_, shard_;
   uint32_t filled_version_ = 0;  // of the shard, when the leaf was last filled from it
   c10::intrusive_ptr<LeafTag> tag_;

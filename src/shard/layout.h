@@ -20,6 +20,8 @@ RowRange rows_of_rank(int64_t rows, int64_t world, int64_t rank);
 
 /// The place of several sharded arrays in one flat buffer, rank-major: first everything of rank 0 (its part of array
 /// 0, of array 1, ...), then everything of rank 1. Nothing is padded.
+///
+/// Each array is cut by its own rows, or all are one after another and the whole is cut (Array::line).
 class FlatLayout {
  public:
   /// `slabs` slabs one after the other, of `rows` rows each; a rank holds its rows of every slab. One slab where a
@@ -28,8 +30,13 @@ class FlatLayout {
     int64_t rows;
     int64_t row_units;  // elements or bytes in a row
     int64_t slabs = 1;
+    /// Not 0: the rows are a stretch of a line of so many rows, `lead` from its begin, and what a rank holds is what
+    /// its rows of the line have of them.
+    int64_t line = 0;
+    int64_t lead = 0;
     int64_t slab_units() const { return rows * row_units; }
     int64_t units() const { return slabs * slab_units(); }
+    RowRange rows_of(int64_t world, int64_t rank) const;
   };
   FlatLayout(std::vector<Array> arrays, int64_t world);
 
@@ -58,20 +65,20 @@ class FlatLayout {
   void for_each_run(size_t i, Fn&& fn) const {
     const Array& array = arrays_[i];
     if (array.units() == 0) return;
-    const int64_t step = chunk_rows_[i] * array.row_units, units = array.slab_units();
-    if (segments_.even()) {
-      fn(Run{full_offset_[i], segments_.longest(), 0, units, step, world(), array.slabs});
+    const int64_t units = array.slab_units();
+    if (uniform_) {
+      fn(Run{full_offset_[i], segments_.longest(), 0, units, chunk_rows_[i] * array.row_units, world(), array.slabs});
       return;
     }
-    Run run{local_offset(i, 0), 0, 0, units, std::min(step, units), 1, array.slabs};
-    int64_t rank = 1;
-    for (int64_t begin = step; begin < units; begin += step, ++rank) {
+    Run run{0, 0, 0, units, 0, 0, array.slabs};
+    int64_t rank = array.lead / chunk_rows_[i];  // the first that holds a row
+    for (int64_t at = 0; at < units; at += run.length, ++rank) {
       const int64_t flat = segments_.begin(rank) + local_offset(i, rank);
-      const int64_t length = std::min(step, units - begin);
+      const int64_t length = array.rows_of(world(), rank).size() * array.row_units;
       const int64_t stride = flat - (run.flat + (run.count - 1) * run.flat_stride);
-      if (length != run.length || (run.count > 1 && stride != run.flat_stride)) {
-        fn(run);
-        run = {flat, 0, begin, units, length, 1, array.slabs};
+      if (run.count == 0 || length != run.length || (run.count > 1 && stride != run.flat_stride)) {
+        if (run.count > 0) fn(run);
+        run = {flat, 0, at, units, length, 1, array.slabs};
       } else {
         run.flat_stride = stride;
         ++run.count;
@@ -85,7 +92,8 @@ class FlatLayout {
   std::vector<int64_t> chunk_rows_;   // rows of a full chunk
   std::vector<int64_t> full_offset_;  // offset in a segment in which every earlier array has a full chunk
   Segments segments_;
-  std::vector<int64_t> ragged_offsets_;  // [rank][array], only where segments differ
+  bool uniform_;                         // every rank holds equally much of every array
+  std::vector<int64_t> ragged_offsets_;  // [rank][array], only where not uniform
 };
 
 }  // namespace fsdp::shard

@@ -7,8 +7,8 @@
 namespace fsdp::shard {
 
 /// How a flat buffer of `total()` units (elements or bytes) is cut into one contiguous segment a rank, without
-/// padding. Segments may differ in length; the non-empty ones are a prefix of the ranks, so that a world far larger
-/// than the data costs nothing.
+/// padding. Segments may differ in length; those of the last ranks are empty in a world far larger than the data, and
+/// cost nothing.
 class Segments {
  public:
   /// Equal segments.

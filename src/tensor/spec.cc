@@ -44,7 +44,7 @@ void Spec::cut_along(int64_t cut) {
 }
 
 shard::RowRange Spec::rows(const Piece& piece) const {
-  return shard::rows_of_rank(piece.rows, mesh.shape().back(), mesh.coordinate(shard_axis()));
+  return piece.rows_of(mesh.shape().back(), mesh.coordinate(shard_axis()));
 }
 
 int64_t Spec::local_numel() const {
@@ -79,7 +79,7 @@ std::vector<int64_t> Spec::local_sizes() const {
 bool Spec::lies_like(const Spec& other) const {
   // Flat or not: a flat view of a one-dimensional tensor is that tensor.
   const auto same = [](const Piece& a, const Piece& b) {
-    return a.rows == b.rows && a.row_units == b.row_units && a.slabs == b.slabs;
+    return a.rows == b.rows && a.row_units == b.row_units && a.slabs == b.slabs && a.line == b.line && a.lead == b.lead;
   };
   return this == &other || (sizes == other.sizes && mesh == other.mesh &&
                             std::equal(pieces.begin(), pieces.end(), other.pieces.begin(), other.pieces.end(), same));

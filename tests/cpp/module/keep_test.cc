@@ -44,11 +44,13 @@ TEST_P(KeepThreads, BackwardReadsWhatWasKept) {
       std::vector<at::Tensor> shards;
       for (const auto& parameter : twin.net().parameters()) {
         shards.push_back(dtensor(parameter).to_local().clone());
+        if (shards.back().numel() == 0) continue;
         std::memset(dtensor(parameter).to_local().data_ptr(), 0xff, shards.back().nbytes());
       }
       sharded.backward();
       const auto parameters = twin.net().parameters();
       for (size_t i = 0; i < parameters.size(); ++i) {
+        if (shards[i].numel() == 0) continue;
         std::memcpy(dtensor(parameters[i]).to_local().data_ptr(), shards[i].data_ptr(), shards[i].nbytes());
       }
     } else {

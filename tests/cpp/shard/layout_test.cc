@@ -44,6 +44,33 @@ TEST(RowsOfRank, KnownValues) {
   EXPECT_EQ(rows_of_rank(3, 16384, 16383).begin, 3);
 }
 
+/// The rows of `array` that each rank holds: those of its rows of the line that are the array's, taken one by one.
+std::vector<RowRange> brute_force_rows(const FlatLayout::Array& array, int64_t world) {
+  if (array.line == 0) return brute_force_rows(array.rows, world);
+  std::vector<RowRange> ranges;
+  int64_t taken = 0;
+  for (const auto& of_line : brute_force_rows(array.line, world)) {
+    ranges.push_back({taken, taken});
+    for (int64_t row = of_line.begin; row < of_line.end; ++row) {
+      if (row >= array.lead && row < array.lead + array.rows) ranges.back().end = ++taken;
+    }
+  }
+  return ranges;
+}
+
+/// Arrays of so many rows each, one after another.
+std::vector<FlatLayout::Array> in_line(const std::vector<int64_t>& rows, int64_t row_units = 1) {
+  std::vector<FlatLayout::Array> arrays;
+  int64_t line = 0;
+  for (const int64_t each : rows) line += each;
+  int64_t lead = 0;
+  for (const int64_t each : rows) {
+    arrays.push_back({each, row_units, 1, line, lead});
+    lead += each;
+  }
+  return arrays;
+}
+
 /// Every element of every array with the place that a flat, rank-major buffer without padding gives it.
 void expect_layout(const std::vector<FlatLayout::Array>& arrays, int64_t world) {
   const FlatLayout layout(arrays, world);
@@ -54,7 +81,7 @@ void expect_layout(const std::vector<FlatLayout::Array>& arrays, int64_t world) 
   for (int64_t rank = 0; rank < world; ++rank) {
     const int64_t begin = flat;
     for (size_t i = 0; i < arrays.size(); ++i) {
-      const auto rows = brute_force_rows(arrays[i].rows, world)[rank];
+      const auto rows = brute_force_rows(arrays[i], world)[rank];
       const int64_t units = arrays[i].row_units, length = rows.size() * units * arrays[i].slabs;
       ASSERT_EQ(layout.local_length(i, rank), length);
       if (length > 0) {
@@ -133,6 +160,36 @@ TEST(FlatLayout, Random) {
     for (int64_t i = draw(6); i >= 0; --i) arrays.push_back({draw(30), draw(5), round % 2 ? 1 : 1 + draw(4)});
     expect_layout(arrays, 1 + draw(9));
   }
+}
+
+TEST(FlatLayout, InLine) {
+  for (int64_t world = 1; world <= 9; ++world) {
+    expect_layout(in_line({17, 1, 0, 30, 2}, 3), world);
+    expect_layout(in_line({world, 2 * world, world}), world);
+    expect_layout(in_line({1}), world);
+    expect_layout(in_line({0, 0}), world);
+    // Some of a line alone: first ranks, ranks in between and last ones may have nothing.
+    auto some = in_line({5, 20, 3, 20, 7});
+    expect_layout({some[1], some[2]}, world);
+    expect_layout({some[0], some[4]}, world);
+  }
+  std::mt19937 random(5);
+  for (int round = 0; round < 200; ++round) {
+    std::vector<int64_t> rows;
+    for (int64_t i = static_cast<int64_t>(random() % 6); i >= 0; --i) rows.push_back(random() % 30);
+    auto arrays = in_line(rows, 1 + round % 3);
+    if (round % 2 == 1) arrays.erase(arrays.begin());
+    expect_layout(arrays, 1 + static_cast<int64_t>(random() % 9));
+  }
+}
+
+TEST(FlatLayout, ALineIsCutIntoChunks) {
+  const FlatLayout layout(in_line({5, 7}), 4);  // chunks of 3
+  EXPECT_EQ(layout.local_length(0, 0), 3);
+  EXPECT_EQ(layout.local_length(0, 1), 2);
+  EXPECT_EQ(layout.local_length(1, 1), 1);
+  EXPECT_EQ(layout.local_length(1, 3), 3);
+  EXPECT_TRUE(layout.segments().even());
 }
 
 TEST(FlatLayout, AWorldFarLargerThanTheData) {
