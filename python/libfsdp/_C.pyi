@@ -50,6 +50,14 @@ class Group:
         """
         A forward begins: gathers, and shows the parameters whole. Nests.
         """
+    def extend(self, i: typing.SupportsInt | typing.SupportsIndex, impl: typing.Any, like: collections.abc.Sequence[torch.Tensor]) -> None:
+        """
+        Gathers of the i-th parameter move what `impl` sends, tensors like `like`, and `impl` shows it whole.
+        """
+    def extended(self, i: typing.SupportsInt | typing.SupportsIndex) -> bool:
+        """
+        Whether the i-th parameter has an extension.
+        """
     def keep_over(self, ranks: typing.SupportsInt | typing.SupportsIndex) -> None:
         """
         Between forward and backward, keep the parameters over this many ranks; 0: do not. Collective.

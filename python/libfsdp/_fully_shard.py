@@ -17,7 +17,7 @@ from . import _C, _optimizers_on_rows, _stale_optimizers
 from ._mesh import default_mesh, engine_mesh
 from ._module import FSDPModule, sharded_class
 from ._placement import Layout, data_parallel, layout_of
-from ._state import FSDPState, is_replicated, state_of
+from ._state import FSDPState, Home, is_replicated, state_of
 
 
 class _Found:
@@ -128,7 +128,8 @@ def fully_shard(
         sharded = _sharded_parameter(each.param, group.shard(i), layout, ranks.mesh)
         group.place(i, sharded, [_place(*place) for place in each.places], layout.whole)
         _stale_optimizers.mark(each.param, each.name)
-    homes = [each.places[0] for each in found]
+    homes = [Home(weakref.ref(each.places[0][0]), each.places[0][1], layout.local.shape, layout.local.stride(),
+                  layout.whole) for each, layout in zip(found, layouts)]
     state = FSDPState(modules, ranks.mesh, engine_ranks, group, homes, mp_policy, reshard)
     state.attach()
     for each in modules:

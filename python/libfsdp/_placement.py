@@ -82,15 +82,8 @@ def layout_of(name: str, param: nn.Parameter, ranks: DataParallel, choose: Calla
     Raises:
         ValueError: the parameter does not lie as ``ranks`` asks for.
         AssertionError: it does not have the dim that was chosen.
-        NotImplementedError: that dim is not the first, and the ranks do not divide its size; or the parameter is a
-            tensor of a class that runs operators itself.
+        NotImplementedError: that dim is not the first, and the ranks do not divide its size.
     """
-    plain = param._local_tensor if isinstance(param, DTensor) else param
-    if type(plain).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-        raise NotImplementedError(
-            f"libfsdp does not shard tensors of classes that run operators themselves yet: '{name}' is a "
-            f"{type(plain).__name__}. Shard plain tensors, or leave it out with ignored_params"
-        )
     dim = _dim(name, param, ranks.mesh, choose(param))
     if isinstance(param, DTensor):
         spec = param._spec

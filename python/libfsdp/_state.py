@@ -6,6 +6,7 @@ import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator
+from dataclasses import dataclass
 from types import NoneType
 from typing import Any
 
@@ -17,7 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from . import _C
+from ._extension import Extension, is_extended, runs_operators
 from ._tensors import cast_floating, tensors_in
+from ._whole_dtensor import WholeDTensor
 
 _NESTED, _ENDED = _C.LEFT_NESTED, _C.LEFT_ENDED
 
@@ -46,6 +49,18 @@ class Model:
         return [state for ref in self._states if (state := ref()) is not None]
 
 
+@dataclass(frozen=True)
+class Home:
+    """Where a parameter of a group is registered first, and how it is whole."""
+
+    module: weakref.ref[nn.Module]
+    name: str
+    size: torch.Size
+    stride: tuple[int, ...]
+    #: Where it is a DTensor of another parallelism too.
+    whole: WholeDTensor | None
+
+
 class FSDPState:
     """The state that a sharded module carries (``fully_shard.state(module)``).
 
@@ -53,10 +68,10 @@ class FSDPState:
     """
 
     def __init__(self, modules: list[nn.Module], mesh: DeviceMesh, engine_mesh: _C.Mesh, group: _C.Group,
-                 homes: list[tuple[nn.Module, str]], policy: MixedPrecisionPolicy,
+                 homes: list[Home], policy: MixedPrecisionPolicy,
                  reshard_after_forward: bool | int | None):
         self._modules = [weakref.ref(module) for module in modules]
-        self._homes = [(weakref.ref(module), name) for module, name in homes]  # of the parameters, in order
+        self._homes = homes  # of the parameters, in order
         self.mesh = mesh
         self._engine_mesh = engine_mesh
         self.group = group
@@ -113,6 +128,7 @@ class FSDPState:
             state._name(paths)
             state._check_locals()
             state.group.rebuild()  # what was replaced since, of whatever dtype and device
+            state._extend()
             if state._auto_reshard:
                 state.group.reshard_after_forward = state is not self
         indices = {state: i for i, state in enumerate(states)}
@@ -132,18 +148,18 @@ class FSDPState:
             yield from _visit("" if len(tops) == 1 else str(i), top, self)
 
     def _name(self, paths: dict[nn.Module, str]) -> None:
-        def dotted(ref: weakref.ref[nn.Module], name: str) -> str:
-            path = paths.get(ref(), "?")
-            return f"{path}.{name}" if path else name
+        def dotted(home: Home) -> str:
+            path = paths.get(home.module(), "?")
+            return f"{path}.{home.name}" if path else home.name
 
         own = [paths.get(module, "?") for module in self.modules]
-        self.group.set_name(", ".join(own), [dotted(ref, name) for ref, name in self._homes])
+        self.group.set_name(", ".join(own), [dotted(home) for home in self._homes])
 
     def _locals(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(parameter's name, its local tensor) as they are in the modules now."""
-        for name, (ref, key) in zip(self.group.parameter_names, self._homes):
-            module = ref()
-            param = module._parameters.get(key) if module is not None else None
+        for name, home in zip(self.group.parameter_names, self._homes):
+            module = home.module()
+            param = module._parameters.get(home.name) if module is not None else None
             if param is not None:
                 yield name, getattr(param, "_local_tensor", param)
 
@@ -152,17 +168,38 @@ class FSDPState:
         return [name for name, local in self._locals() if local.is_meta]
 
     def _check_locals(self) -> None:
-        extended = [name for name, local in self._locals() if hasattr(local, "fsdp_pre_all_gather")]
-        if extended:
-            raise NotImplementedError(
-                f"libfsdp does not have tensor extensions (fsdp_pre_all_gather) yet: local tensors of {extended}"
-            )
         missing = self._on_meta()
         if missing:
             raise RuntimeError(
                 "FSDP parameters should be materialized from meta device before training, but the following were still "
                 f"on meta device: {missing}. Call module.to_empty(device=...), then initialise or load them"
             )
+
+    def _extend(self) -> None:
+        """Lets local tensors that have the hooks for it say what is gathered of them. Collective where there are."""
+        extensions = []
+        for i, (name, home) in enumerate(zip(self.group.parameter_names, self._homes)):
+            local = self.group.shard(i)
+            if is_extended(name, local):
+                if not self.group.extended(i):
+                    dtype = self.policy.param_dtype if local.is_floating_point() else None
+                    impl = Extension(name, home.size, home.stride, dtype or local.dtype, self.mesh, home.module(),
+                                     self.policy, home.whole)
+                    extensions.append((i, name, impl, impl.send(local)))
+            elif runs_operators(local):
+                raise NotImplementedError(
+                    f"parameter '{name}' is a {type(local).__name__}, a tensor that runs operators itself: libfsdp can "
+                    "gather it if it has fsdp_pre_all_gather and fsdp_post_all_gather. Give it those, or leave it out "
+                    "with ignored_params"
+                )
+        if not extensions:
+            return
+        self._engine_mesh.require_same(
+            f"fsdp_pre_all_gather in group '{self.group.name}'",
+            [f"{name}: {[(list(each.shape), each.dtype) for each in sent]}" for _, name, _, sent in extensions],
+        )
+        for i, _, impl, sent in extensions:
+            self.group.extend(i, impl, sent)
 
     def ready(self) -> _C.Group:
         """The group, as part of a model."""
@@ -249,6 +286,8 @@ class FSDPState:
         if self.group.adopt():
             return
         self.group.rebuild()
+        if self._ready:
+            self._extend()
         for state in self._state_ctx.all_states:
             if state._ready:
                 state._apply_prefetch()

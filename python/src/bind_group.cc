@@ -95,6 +95,9 @@ void bind_group(py::module_& module) {
       .def("place", &place, py::arg("i"), py::arg("user"), py::arg("places"), py::arg("wrapper"),
            "Shows the i-th parameter as `user`, a DTensor parameter, at each (table, name, weak reference or None); "
            "whole as what `wrapper` makes of it, if that is not None.")
+      .def("extend", &Group::extend, py::arg("i"), py::arg("impl"), py::arg("like"),
+           "Gathers of the i-th parameter move what `impl` sends, tensors like `like`, and `impl` shows it whole.")
+      .def("extended", &Group::extended, py::arg("i"), "Whether the i-th parameter has an extension.")
       .def("set_shared", &Group::set_shared, py::arg("several"), "Whether it stands for several modules.")
       .def("set_name", &Group::set_name, py::arg("name"), py::arg("params"), "Names of the group and its parameters.")
       .def(

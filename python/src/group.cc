@@ -10,6 +10,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include "errors.h"
+#include "extension.h"
 
 namespace fsdp::python {
 namespace {
@@ -26,7 +27,9 @@ Group::Group(std::vector<std::string> names, std::vector<at::Tensor> params, std
              const DeviceMesh& mesh, const engine::DtypePolicy& policy, engine::Layout layout)
     : names_(std::move(names)), dims_(std::move(dims)), policy_(policy), layout_(layout) {
   for (size_t i = 0; i < names_.size(); ++i) params_.push_back(std::make_unique<ShownParam>());
-  without_gil([&] { group_ = make_engine(params, mesh); });
+  std::vector<engine::NamedParam> named;
+  for (auto& param : params) named.push_back({{}, std::move(param)});
+  without_gil([&] { group_ = make_engine(std::move(named), mesh); });
   attach();
 }
 
@@ -35,10 +38,9 @@ Group::~Group() {
   without_gil([&] { group_.reset(); });
 }
 
-std::unique_ptr<engine::ParamGroup> Group::make_engine(const std::vector<at::Tensor>& params, const DeviceMesh& mesh) {
-  std::vector<engine::NamedParam> named;
-  for (size_t i = 0; i < names_.size(); ++i) named.push_back({names_[i], params[i], dims_[i]});
-  return std::make_unique<engine::ParamGroup>("(root)", named, mesh, policy_, layout_);
+std::unique_ptr<engine::ParamGroup> Group::make_engine(std::vector<engine::NamedParam> params, const DeviceMesh& mesh) {
+  for (size_t i = 0; i < names_.size(); ++i) params[i].name = names_[i], params[i].dim = dims_[i];
+  return std::make_unique<engine::ParamGroup>("(root)", params, mesh, policy_, layout_);
 }
 
 void Group::attach() {
@@ -54,6 +56,13 @@ void Group::place(size_t i, py::object user, std::vector<Place> places, py::obje
   param.places = std::move(places);
   param.wrapper = std::move(wrapper);
   param.set_user(std::move(user));
+}
+
+void Group::extend(size_t i, py::object impl, const std::vector<at::Tensor>& like) {
+  auto& param = *params_.at(i);
+  auto extension = std::make_shared<PyExtension>(param, impl);
+  without_gil([&] { group_->set_extension(*param.engine, std::move(extension), like); });
+  param.wrapper = std::move(impl);
 }
 
 void Group::set_name(const std::string& name, const std::vector<std::string>& params) {
@@ -123,6 +132,10 @@ void Group::enter() {
       if (params_.empty()) return;
       try {
         context.need(*group_);
+        // Operators that read what an extension made of a parameter are not seen.
+        for (const auto& param : group_->params()) {
+          if (param->extension()) context.touch(*param);
+        }
       } catch (const std::exception& error) {
         if (entered_) context.fail_forward(*group_, error.what());
         throw;
@@ -250,16 +263,19 @@ void Group::rebuild() {
   if (adopt()) return;
   at::NoGradGuard no_grad;
   std::vector<py::object> users;
-  std::vector<at::Tensor> locals, wholes;
+  std::vector<at::Tensor> locals;
+  std::vector<engine::NamedParam> stand_ins;
   for (auto& param : params_) {
     users.push_back(replacement(*param));
     locals.push_back(THPVariable_Unpack(local_of(users.back(), param->engine->name()).ptr()));
-    // Sizes, dtype and device for the new group, and no bytes: the rows are copied below.
-    wholes.push_back(at::zeros({1}, locals.back().options()).expand(param->engine->sizes()));
+    // Sizes, dtype and device for the new group, and no bytes: the rows are copied below, or kept.
+    const auto whole = at::zeros({1}, locals.back().options()).expand(param->engine->sizes());
+    stand_ins.push_back({{}, whole, 0, locals.back()});
+    if (!locals.back().key_set().has(c10::DispatchKey::Python)) stand_ins.back().shard.reset();
   }
   const auto shown = parameter_names();
   auto old = std::move(group_);
-  without_gil([&] { group_ = make_engine(wholes, old->mesh()); });
+  without_gil([&] { group_ = make_engine(std::move(stand_ins), old->mesh()); });
   attach();
   set_name(old->name(), shown);
   group_->flags() = old->flags();
@@ -271,7 +287,7 @@ void Group::rebuild() {
   });
   for (size_t i = 0; i < params_.size(); ++i) {
     auto& param = *params_[i];
-    param.engine->shard().copy_(locals[i]);
+    if (!param.engine->shard().is_same(locals[i])) param.engine->shard().copy_(locals[i]);
     param.set_user(users[i]);
   }
   if (!old->shared_context()) return;

@@ -38,6 +38,10 @@ class Group {
   /// The i-th parameter is shown as `user`, a DTensor parameter over shard(i), in `places`; see ShownParam for
   /// `wrapper`.
   void place(size_t i, py::object user, std::vector<Place> places, py::object wrapper);
+  /// Gathers of the i-th parameter move what `impl` sends, tensors like `like`, and `impl` shows it whole: see
+  /// PyExtension. Until rebuild() makes the group anew.
+  void extend(size_t i, py::object impl, const std::vector<at::Tensor>& like);
+  bool extended(size_t i) const { return params_.at(i)->engine->extension() != nullptr; }
   /// `several`: stands for several modules, which are called one after the other. Then the end of one of them is not
   /// the end of the group's use.
   void set_shared(bool several) { several_ = several; }
@@ -92,7 +96,7 @@ class Group {
   void rebuild();
 
  private:
-  std::unique_ptr<engine::ParamGroup> make_engine(const std::vector<at::Tensor>& params, const DeviceMesh& mesh);
+  std::unique_ptr<engine::ParamGroup> make_engine(std::vector<engine::NamedParam> params, const DeviceMesh& mesh);
   void attach();
   void show_whole();
   void show_in_backward();

@@ -141,6 +141,7 @@ void ShownParam::show_whole() const {
   c10::InferenceMode tracked(false);
   at::AutoGradMode recording(true);
   const auto shown = wrapper.attr("show")(whole);
+  if (shown.is_none()) return show(user);  // never gathered yet
   share_version(shown, *engine);
   show(shown);
 }

@@ -27,8 +27,8 @@ struct ShownParam {
   py::object spec;   // its DTensorSpec; gradients lie alike
   py::object local;  // the Python object of engine->shard(): what user._local_tensor is
   py::object whole;  // the Python object of engine->leaf()
-  /// Where the parameter is a DTensor of another parallelism too: makes that of the leaf (_whole_dtensor.py).
-  /// Else None.
+  /// Where the parameter is a DTensor of another parallelism too, or has an extension: makes what is shown of the leaf
+  /// (_whole_dtensor.py, _extension.py). Else None.
   py::object wrapper = py::none();
   std::vector<Place> places;
 

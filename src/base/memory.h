@@ -53,4 +53,17 @@ inline void copy_blocks(void* to, int64_t to_stride, const void* from, int64_t f
   for (int64_t i = 0; i < count; ++i) copy_bytes(out + i * to_stride, in + i * from_stride, nbytes, device);
 }
 
+/// Gives a tensor's storage so many bytes, uninitialised; 0 frees them. The storage, its views and what autograd saved
+/// of it stay the same objects.
+inline void set_storage_size(const at::Tensor& tensor, int64_t nbytes) {
+  auto* storage = tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+  storage->set_data_ptr_noswap(storage->allocator()->allocate(static_cast<size_t>(nbytes)));
+  storage->set_nbytes(static_cast<size_t>(nbytes));
+}
+
+/// The first byte of a tensor's storage.
+inline char* storage_bytes(const at::Tensor& tensor) {
+  return static_cast<char*>(tensor.unsafeGetTensorImpl()->unsafe_storage().mutable_data());
+}
+
 }  // namespace fsdp::base

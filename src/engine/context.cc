@@ -272,7 +272,15 @@ void Context::refuse_failed() const {
 
 void Context::drain() noexcept {
   try {
-    while (auto next = schedule_.next()) issue_gather(schedule_.take(), false);
+    while (schedule_.next()) {
+      try {
+        issue_gather(schedule_.take(), false);
+      } catch (const CommError&) {
+        throw;
+      } catch (const std::exception&) {
+        // An extension threw. The gather was issued all the same.
+      }
+    }
     if (phase_ == Phase::kBackward) {
       while (next_reduce_ < to_reduce_.size()) issue_reduce(*to_reduce_[next_reduce_++]);
     }
@@ -406,6 +414,8 @@ void Context::open(ParamGroup& group) {
 
 void Context::close(ParamGroup& group) {
   const auto& flags = group.flags();
+  // Operators that read what an extension made of a parameter are not seen: nothing would gather the group again.
+  if (phase_ == Phase::kBackward && group.extended() && !group.complete()) return;
   if (phase_ == Phase::kBackward ? flags.reshard_after_backward : flags.reshard_after_forward) {
     if (phase_ == Phase::kForward && forward_records_) group.keep_part();
     group.reshard();

@@ -28,6 +28,26 @@ struct PlainTensors {
   at::AutoDispatchBelowADInplaceOrView below;
 };
 
+// A tensor of a Python class with operators of its own.
+bool runs_operators(const at::Tensor& tensor) { return tensor.key_set().has(c10::DispatchKey::Python); }
+
+// What the extension of `param` sends, as it was announced.
+std::vector<at::Tensor> sent_by(const ShardedParam& param, int64_t world) {
+  auto sent = param.extension()->send();
+  const auto& expected = param.gathered();
+  bool alike = sent.size() == expected.size();
+  for (size_t k = 0; alike && k < sent.size(); ++k) {
+    alike = sent[k].numel() * world == expected[k].numel() && sent[k].scalar_type() == expected[k].scalar_type();
+  }
+  if (!alike) {
+    throw InvalidArgument(
+        "libfsdp: the extension of parameter '" + param.name() +
+        "' sends tensors of other sizes or dtypes than at first, or another number of them; they must "
+        "stay the same");
+  }
+  return sent;
+}
+
 int64_t length_of_line(const std::vector<NamedParam>& params) {
   int64_t length = 0;
   for (const auto& param : params) {
@@ -88,22 +108,31 @@ ParamGroup::ParamGroup(std::string name, const std::vector<NamedParam>& params, 
     const auto& tensor = param->tensor;
     const bool casts = policy.param_dtype && tensor.is_floating_point() && *policy.param_dtype != tensor.scalar_type();
     const auto dtype = casts ? *policy.param_dtype : tensor.scalar_type();
-    casts_ = casts_ || casts;
+    const bool own = param->shard.defined() || runs_operators(tensor);
+    assembled_ = assembled_ || casts || own;
     const auto cut = layout == Layout::kFlat ? Cut{0, line, lead} : Cut{param->dim};
     params_.push_back(std::make_unique<ShardedParam>(this, param->name, tensor, cut, dtype));
     auto& p = *params_.back();
     lead += p.numel();
     p.index_ = params_.size() - 1;
-    stored.push_back(p.array(width(tensor.scalar_type())));
+    stored.push_back(own ? shard::FlatLayout::Array{0, 1} : p.array(width(tensor.scalar_type())));
   }
   const shard::FlatLayout store(stored, world_);
-  axis_ = span_over(state.axis_channel(axis, mesh::Lane::kGather), rank_);
+  plan_gathers();
 
   PlainTensors plain;
   flat_shard_ = at::empty({store.segments().length(rank_)}, at::TensorOptions().dtype(at::kByte).device(device_));
   for (size_t i = 0; i < params_.size(); ++i) {
     auto& param = *params_[i];
+    if (sorted[i]->shard.defined()) {
+      param.attach_shard(sorted[i]->shard);
+      continue;
+    }
     const auto part = param.part_of(sorted[i]->tensor, rows_here(param));
+    if (runs_operators(part)) {
+      param.attach_shard(part.clone(at::MemoryFormat::Contiguous));
+      continue;
+    }
     auto view = flat_shard_.narrow(0, store.local_offset(i, rank_), store.local_length(i, rank_));
     auto local = view.view(param.dtype()).view(part.sizes());
     local.copy_(part);
@@ -114,9 +143,35 @@ ParamGroup::ParamGroup(std::string name, const std::vector<NamedParam>& params, 
 
 ParamGroup::Span ParamGroup::span_over(std::shared_ptr<comm::Channel> channel, int64_t rank) const {
   std::vector<shard::FlatLayout::Array> gathered;
-  for (const auto& param : params_) gathered.push_back(param->array(width(param->leaf().scalar_type())));
+  for (const auto& target : targets_) gathered.push_back(target.array(channel->size()));
   auto layout = std::make_shared<shard::FlatLayout>(std::move(gathered), channel->size());
   return {std::move(channel), std::move(layout), rank};
+}
+
+shard::FlatLayout::Array ParamGroup::Target::array(int64_t world) const {
+  if (!param->extension()) return param->array(width(dtype()));
+  return {world, tensor().numel() / world * width(dtype())};
+}
+
+bool ParamGroup::one_form() const {
+  return std::all_of(targets_.begin(), targets_.end(),
+                     [&](const Target& target) { return target.dtype() == targets_[0].dtype(); });
+}
+
+void ParamGroup::plan_gathers() {
+  targets_.clear();
+  for (const auto& param : params_) {
+    for (size_t k = 0; k < param->gathered().size(); ++k) targets_.push_back({param.get(), k});
+  }
+  // As in the store: so that no view of the assembled bytes is misaligned.
+  std::stable_sort(targets_.begin(), targets_.end(),
+                   [](const Target& a, const Target& b) { return width(a.dtype()) > width(b.dtype()); });
+  auto channel = mesh_.state()->axis_channel(mesh_.ndim() - 1, mesh::Lane::kGather);
+  if (custom_gather_) {
+    const auto dtype = one_form() && !targets_.empty() ? targets_[0].dtype() : at::kByte;
+    channel = std::make_shared<comm::CustomChannel>(std::move(channel), custom_gather_, nullptr, dtype);
+  }
+  axis_ = span_over(std::move(channel), rank_);
 }
 
 void ParamGroup::set_name(std::string name) {
@@ -166,14 +221,20 @@ ParamGroup::~ParamGroup() {
 
 at::Tensor ParamGroup::gather_input() const {
   if (from_part_) return part_bytes_;
-  if (!casts_) return flat_shard_;
-  auto source = axis_.channel->buffer(axis_.length(), device_);
-  for (size_t i = 0; i < params_.size(); ++i) {
-    const auto& param = *params_[i];
-    auto place = source.narrow(0, axis_.layout->local_offset(i, rank_), axis_.layout->local_length(i, rank_));
-    place.view(param.leaf().scalar_type()).copy_(param.shard().reshape({-1}));
+  return assembled_ ? axis_.channel->buffer(axis_.length(), device_) : flat_shard_;
+}
+
+void ParamGroup::assemble(const at::Tensor& source) const {
+  std::vector<std::vector<at::Tensor>> sent(params_.size());
+  for (const auto& param : params_) {
+    if (param->extension()) sent[param->index()] = sent_by(*param, world_);
   }
-  return source;
+  for (size_t i = 0; i < targets_.size(); ++i) {
+    const auto& target = targets_[i];
+    const auto& from = target.param->extension() ? sent[target.param->index()][target.k] : target.param->shard();
+    const auto place = source.narrow(0, axis_.layout->local_offset(i, rank_), axis_.layout->local_length(i, rank_));
+    place.view(target.dtype()).copy_(from.reshape({-1}));
+  }
 }
 
 ParamGroup::Gather ParamGroup::start_gather(ParamGroup* into) {
@@ -183,9 +244,24 @@ ParamGroup::Gather ParamGroup::start_gather(ParamGroup* into) {
   PlainTensors plain;
   const auto& span = from_part_ ? *part_ : axis_;
   Gather gather{std::make_shared<Destination>(into, span.layout), gather_input(), nullptr};
+  std::exception_ptr failed;
+  if (assembled_ && !from_part_) {
+    try {
+      assemble(gather.source);
+    } catch (...) {
+      // The other ranks count on this gather. They get NaNs, and the error when they next meet.
+      failed = std::current_exception();
+      gather.source.fill_(0xff);
+      gather.destination->group = nullptr;
+    }
+  }
   gather.pending = span.channel->all_gather_to(gather.destination, gather.source, span.layout->segments());
   gather.held_bytes = gather.pending->held_bytes();
   note_param_bytes(gather.held_bytes);
+  if (failed) {
+    discarded_.push_back(std::move(gather));
+    std::rethrow_exception(failed);
+  }
   return gather;
 }
 
@@ -207,29 +283,33 @@ void ParamGroup::finish_gather() {
   gathering_.reset();
   allocate_leaves();  // those of a group without a single byte
   state_ = GatherState::kUnsharded;
+  if (!extended_) return;
+  for (const auto& param : params_) {
+    if (param->extension()) param->extension()->receive(param->gathered());
+  }
 }
 
 void ParamGroup::allocate_leaves() {
   if (leaves_allocated_) return;
   leaves_allocated_ = true;
-  for (auto& param : params_) param->allocate_leaf();
+  for (auto& param : params_) param->allocate_gathered();
   note_param_bytes(unsharded_bytes());
 }
 
 void ParamGroup::place_segment(const shard::FlatLayout& layout, int64_t rank, const char* bytes) {
   allocate_leaves();
-  for (size_t i = 0; i < params_.size(); ++i) {
+  for (size_t i = 0; i < targets_.size(); ++i) {
     const auto part = layout.part(i, rank);
     if (part.length == 0) continue;
-    base::copy_blocks(params_[i]->leaf_bytes() + part.at, part.stride, bytes + layout.local_offset(i, rank),
-                      part.length, part.length, part.count, device_);
+    base::copy_blocks(targets_[i].bytes() + part.at, part.stride, bytes + layout.local_offset(i, rank), part.length,
+                      part.length, part.count, device_);
   }
 }
 
 void ParamGroup::place_whole(const shard::FlatLayout& layout, const char* bytes) {
   allocate_leaves();
-  for (size_t i = 0; i < params_.size(); ++i) {
-    char* to = params_[i]->leaf_bytes();
+  for (size_t i = 0; i < targets_.size(); ++i) {
+    char* to = targets_[i].bytes();
     layout.for_each_run(i, [&](const Run& run) { copy_to_array(to, bytes, run, 1, device_); });
   }
 }
@@ -241,7 +321,7 @@ void ParamGroup::reshard() {
     gathering_.reset();
   }
   if (leaves_allocated_) {
-    for (auto& param : params_) param->release_leaf();
+    for (auto& param : params_) param->release_gathered();
     note_param_bytes(-unsharded_bytes());
     leaves_allocated_ = false;
   }
@@ -255,15 +335,29 @@ void ParamGroup::set_custom_gather(std::shared_ptr<CustomAllGather> gather) {
         "' has a number for reshard_after_forward, so its backward gathers over fewer ranks than a custom "
         "all-gather is for; use true or false");
   }
-  custom_gather_ = gather != nullptr;
-  axis_.channel = mesh_.state()->axis_channel(mesh_.ndim() - 1, mesh::Lane::kGather);
-  if (!gather) return;
-  // Elements where there is one dtype, else bytes.
-  const auto dtype = params_.empty() ? at::kByte : params_[0]->leaf().scalar_type();
-  const bool one = std::all_of(params_.begin(), params_.end(),
-                               [&](const auto& param) { return param->leaf().scalar_type() == dtype; });
-  axis_.channel =
-      std::make_shared<comm::CustomChannel>(axis_.channel, std::move(gather), nullptr, one ? dtype : at::kByte);
+  custom_gather_ = std::move(gather);
+  plan_gathers();
+}
+
+void ParamGroup::set_extension(ShardedParam& param, std::shared_ptr<Extension> extension,
+                               const std::vector<at::Tensor>& like) {
+  if (part_) {
+    throw NotSupported("libfsdp: parameter '" + param.name() + "' of group '" + name_ +
+                       "' has an extension, which gathers over the whole shard axis alone, and the group a number for "
+                       "reshard_after_forward; use true or false");
+  }
+  at::NoGradGuard no_grad;
+  c10::InferenceMode normal(false);
+  reshard();
+  std::vector<at::Tensor> receives;
+  for (const auto& tensor : like) {
+    auto sizes = tensor.dim() == 0 ? std::vector<int64_t>{1} : tensor.sizes().vec();
+    sizes[0] *= world_;
+    receives.push_back(at::empty(sizes, at::TensorOptions().dtype(tensor.scalar_type()).device(device_)));
+  }
+  param.set_extension(std::move(extension), std::move(receives));
+  extended_ = assembled_ = true;
+  plan_gathers();
 }
 
 void ParamGroup::set_custom_reduce(std::shared_ptr<CustomReduceScatter> reduce) {
@@ -276,6 +370,11 @@ void ParamGroup::keep_over(int64_t ranks) {
   drop_part();
   part_.reset();
   if (ranks == 0) return;
+  if (extended_) {
+    throw NotSupported("libfsdp: group '" + name_ +
+                       "' has parameters with an extension, which gathers over the whole shard axis alone; use true or "
+                       "false for reshard_after_forward");
+  }
   const int64_t axis = mesh_.ndim() - 1;
   part_ = span_over(mesh_.state()->part_channel(axis, ranks, mesh::Lane::kGather), rank_ % ranks);
 }
@@ -285,18 +384,19 @@ void ParamGroup::keep_part() {
   PlainTensors plain;
   const auto& layout = *part_->layout;
   part_bytes_ = at::empty({part_->length()}, flat_shard_.options());
-  for (size_t i = 0; i < params_.size(); ++i) {
+  for (size_t i = 0; i < targets_.size(); ++i) {
     const auto part = layout.part(i, part_->rank);
     auto* to = static_cast<char*>(part_bytes_.data_ptr()) + layout.local_offset(i, part_->rank);
-    base::copy_blocks(to, part.length, params_[i]->leaf_bytes() + part.at, part.stride, part.length, part.count,
-                      device_);
+    base::copy_blocks(to, part.length, targets_[i].bytes() + part.at, part.stride, part.length, part.count, device_);
   }
 }
 
 at::Tensor ParamGroup::part_of(const ShardedParam& param) const {
   PlainTensors plain;
   const auto& layout = *part_->layout;
-  const auto i = param.index();
+  const auto i = static_cast<size_t>(
+      std::find_if(targets_.begin(), targets_.end(), [&](const Target& target) { return target.param == &param; }) -
+      targets_.begin());
   return part_bytes_.narrow(0, layout.local_offset(i, part_->rank), layout.local_length(i, part_->rank))
       .view(param.leaf().scalar_type())
       .view(param.part_sizes(param.rows_of(layout.world(), part_->rank).size()));

@@ -12,6 +12,7 @@
 #include <fsdp/custom_comm.h>
 #include <fsdp/device_mesh.h>
 
+#include "base/memory.h"
 #include "comm/channel.h"
 #include "engine/sharded_param.h"
 #include "engine/stats.h"
@@ -46,6 +47,9 @@ struct NamedParam {
   std::string name;
   at::Tensor tensor;
   int64_t dim = 0;  // to be cut along, unless the group's layout is flat
+  /// This rank's rows as a tensor of a class that runs operators itself, to be kept as it is. Where it is not given and
+  /// `tensor` is one, its rows are cut by its own operators. Such a parameter needs an extension before it is gathered.
+  at::Tensor shard{};
 };
 
 /// How a group's parameters are cut over the shard axis.
@@ -118,7 +122,14 @@ class ParamGroup {
   /// Gets each averaged reduction's result of this rank, flat, before the parameters do; may write to it.
   void set_all_reduce_hook(std::function<void(const at::Tensor&)> hook) { all_reduce_hook_ = std::move(hook); }
   /// Which of the three there are.
-  int customs() const { return custom_gather_ + 2 * custom_reduce_ + 4 * static_cast<bool>(all_reduce_hook_); }
+  int customs() const {
+    return static_cast<bool>(custom_gather_) + 2 * custom_reduce_ + 4 * static_cast<bool>(all_reduce_hook_);
+  }
+  /// From now on gathers of `param` move what `extension` sends: tensors of the sizes and dtypes of `like`, equal on
+  /// all ranks. NotSupported beside keep_over().
+  void set_extension(ShardedParam& param, std::shared_ptr<Extension> extension, const std::vector<at::Tensor>& like);
+  /// True if one of its parameters has one.
+  bool extended() const { return extended_; }
 
   // --- gradients --------------------------------------------------------------------------------------------------
   /// From autograd, on the thread of the backward: an unsharded gradient for `param`.
@@ -181,7 +192,10 @@ class ParamGroup {
   void free_input(Reduction& reduction);
   void note_param_bytes(int64_t n);
   void note_gradient_bytes(int64_t n);
+  void plan_gathers();
+  bool one_form() const;
   at::Tensor gather_input() const;
+  void assemble(const at::Tensor& source) const;
   void average(Bucket& bucket, at::Tensor& output);
   at::Tensor rows_of(const Bucket& bucket, size_t i, const at::Tensor& output) const;
   at::ScalarType reduce_dtype(const ShardedParam& param) const;
@@ -192,14 +206,16 @@ class ParamGroup {
   GroupFlags flags_;
   std::shared_ptr<Context> context_;
   std::shared_ptr<comm::Channel> reduce_channel_, replica_channel_;
-  bool custom_gather_ = false, custom_reduce_ = false;
+  std::shared_ptr<CustomAllGather> custom_gather_;
+  bool custom_reduce_ = false;
   std::function<void(const at::Tensor&)> all_reduce_hook_;
   int64_t world_ = 1, rank_ = 0, replicas_ = 1;
   c10::Device device_;
 
   std::vector<std::unique_ptr<ShardedParam>> params_;  // wider dtypes first, so that no view is misaligned
   at::Tensor flat_shard_;                              // bytes
-  bool casts_ = false;                                 // shards are cast before they are gathered
+  bool assembled_ = false;  // shards are not gathered as they are: they are cast, or have extensions
+  bool extended_ = false;
 
   /// Consecutive ranks over which leaves are cut and gathered.
   struct Span {
@@ -209,6 +225,16 @@ class ParamGroup {
     int64_t length() const { return layout->segments().length(rank); }
   };
   Span span_over(std::shared_ptr<comm::Channel> channel, int64_t rank) const;
+  /// What gathers fill, in the order of a span's layout: the k-th of param's gathered().
+  struct Target {
+    ShardedParam* param;
+    size_t k;
+    const at::Tensor& tensor() const { return param->gathered()[k]; }
+    char* bytes() const { return base::storage_bytes(tensor()); }
+    at::ScalarType dtype() const { return tensor().scalar_type(); }
+    shard::FlatLayout::Array array(int64_t world) const;
+  };
+  std::vector<Target> targets_;
   Span axis_;                 // the whole shard axis
   std::optional<Span> part_;  // of which some are kept between forward and backward
   at::Tensor part_bytes_;

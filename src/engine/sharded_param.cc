@@ -3,6 +3,7 @@
 #include <ATen/ops/empty.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include "base/memory.h"
 #include "engine/param_group.h"
 
 namespace fsdp::engine {
@@ -41,7 +42,8 @@ ShardedParam::ShardedParam(ParamGroup* group, std::string name, const at::Tensor
   leaf_ = at::empty(sizes_, original.options().dtype(gather_dtype).requires_grad(false));
   tag_ = c10::make_intrusive<LeafTag>(this);
   tag_tensor(leaf_, tag_);
-  release_leaf();
+  gathered_ = {leaf_};
+  release_gathered();
   if (torch::autograd::isDifferentiableType(dtype_)) {
     // The accumulator exists only while the leaf requires gradients; keep it, a frozen parameter may thaw.
     leaf_.set_requires_grad(true);
@@ -76,20 +78,19 @@ void ShardedParam::sync_requires_grad() {
 
 bool ShardedParam::wants_gradient() const { return accumulator_ && (leaf_.requires_grad() || slot_->requires_grad()); }
 
-size_t ShardedParam::leaf_nbytes() const { return static_cast<size_t>(numel()) * leaf_.element_size(); }
-
-bool ShardedParam::leaf_has_bytes() const { return leaf_.unsafeGetTensorImpl()->unsafe_storage().nbytes() != 0; }
-
-void ShardedParam::allocate_leaf() {
-  auto* storage = leaf_.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
-  storage->set_data_ptr_noswap(storage->allocator()->allocate(leaf_nbytes()));
-  storage->set_nbytes(leaf_nbytes());
+void ShardedParam::set_extension(std::shared_ptr<Extension> extension, std::vector<at::Tensor> receives) {
+  extension_ = std::move(extension);
+  gathered_ = std::move(receives);
+  release_gathered();
 }
 
-void ShardedParam::release_leaf() {
-  auto* storage = leaf_.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
-  storage->set_data_ptr_noswap(storage->allocator()->allocate(0));
-  storage->set_nbytes(0);
+void ShardedParam::allocate_gathered() {
+  for (const auto& tensor : gathered_) base::set_storage_size(tensor, tensor.numel() * tensor.element_size());
+}
+
+void ShardedParam::release_gathered() {
+  if (extension_) extension_->release();
+  for (const auto& tensor : gathered_) base::set_storage_size(tensor, 0);
 }
 
 }  // namespace fsdp::engine

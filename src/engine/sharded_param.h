@@ -7,6 +7,7 @@
 #include <c10/core/TensorImpl.h>
 #include <torch/csrc/autograd/function.h>
 
+#include "engine/extension.h"
 #include "engine/slot.h"
 #include "shard/layout.h"
 
@@ -79,11 +80,14 @@ class ShardedParam {
   /// The part of a whole tensor of these sizes that has `rows`; a view of it if it is contiguous.
   at::Tensor part_of(const at::Tensor& whole, shard::RowRange rows) const;
 
-  /// Global sizes, gather dtype; tagged. Has bytes only while the group is unsharded.
+  /// Global sizes, gather dtype; tagged. Has bytes only while the group is unsharded, and never with an extension.
   const at::Tensor& leaf() const { return leaf_; }
-  /// This rank's rows, in the parameter's own dtype; a view into the group's flat shard. 1-D if cut as a part of a
-  /// line.
+  /// This rank's rows, in the parameter's own dtype; a view into the group's flat shard, or a tensor of a class that
+  /// runs operators itself. 1-D if cut as a part of a line.
   const at::Tensor& shard() const { return shard_; }
+  /// What gathers fill: the leaf, or what the extension receives.
+  const std::vector<at::Tensor>& gathered() const { return gathered_; }
+  Extension* extension() const { return extension_.get(); }
   const c10::intrusive_ptr<LeafTag>& tag() const { return tag_; }
   /// The leaf's AccumulateGrad node; null where the dtype has no gradient.
   const c10::intrusive_ptr<torch::autograd::Node>& accumulator() const { return accumulator_; }
@@ -102,12 +106,9 @@ class ShardedParam {
   friend class ParamGroup;
   friend class Context;
   void attach_shard(at::Tensor shard);
-  void allocate_leaf();
-  void release_leaf();
-  bool leaf_has_bytes() const;
-  /// Where the leaf's elements are, while it has them.
-  char* leaf_bytes() const { return static_cast<char*>(leaf_.unsafeGetTensorImpl()->unsafe_storage().mutable_data()); }
-  size_t leaf_nbytes() const;
+  void set_extension(std::shared_ptr<Extension> extension, std::vector<at::Tensor> receives);
+  void allocate_gathered();
+  void release_gathered();
   uint32_t version() const { return shard_.unsafeGetTensorImpl()->version_counter().current_version(); }
 
   ParamGroup* group_;
@@ -118,6 +119,8 @@ class ShardedParam {
   Cut cut_;
   int64_t rows_ = 1, row_numel_ = 1, slabs_ = 1;
   at::Tensor leaf_, shard_;
+  std::vector<at::Tensor> gathered_;
+  std::shared_ptr<Extension> extension_;
   uint32_t filled_version_ = 0;  // of the shard, when the leaf was last filled from it
   c10::intrusive_ptr<LeafTag> tag_;
   c10::intrusive_ptr<torch::autograd::Node> accumulator_;

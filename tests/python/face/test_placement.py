@@ -5,7 +5,6 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.testing._internal.two_tensor import TwoTensor
 
 from libfsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from models import WIDTH, Block, Stack, batches, loss_of
@@ -71,18 +70,6 @@ def test_what_does_not_fit_is_refused():
         for shard in (fully_shard, torch_fully_shard):
             with pytest.raises(kind, match=text):
                 shard(nn.Linear(3, 4), shard_placement_fn=choose)
-
-
-@on_ranks(2)
-def test_tensors_that_run_operators_themselves_are_refused():
-    model = nn.Linear(4, 4, bias=False)
-    model.weight = nn.Parameter(TwoTensor(model.weight.detach(), model.weight.detach().clone()))
-    with pytest.raises(NotImplementedError, match="'weight' is a TwoTensor"):
-        fully_shard(model)
-    model = fully_shard(nn.Linear(4, 4))
-    model.weight._local_tensor.fsdp_pre_all_gather = lambda *_: None
-    with pytest.raises(NotImplementedError, match=r"fsdp_pre_all_gather.*\['weight'\]"):
-        model(torch.ones(1, 4))
 
 
 # --- reshard_after_forward=n ------------------------------------------------------------------------------------------
