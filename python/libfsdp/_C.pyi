@@ -155,9 +155,9 @@ class Group:
         """
         Bytes alive and collectives issued by the model of this group.
         """
-def arrange(groups: collections.abc.Sequence[Group], parents: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex], mesh: Mesh) -> None:
+def arrange(groups: collections.abc.Sequence[Group], parents: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex], leaders: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex], mesh: Mesh) -> None:
     """
-    Makes `groups` one model, in module order; the i-th is inside groups[parents[i]], -1 for none. Collective.
+    Makes `groups` one model, in module order; the i-th is inside groups[parents[i]], -1 for none, and of the same modules as groups[leaders[i]], -1 for none. Collective.
     """
 def engines() -> list[str]:
     """

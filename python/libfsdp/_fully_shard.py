@@ -85,7 +85,9 @@ def fully_shard(
             the outermost module. A number n, a factor of the shard axis: 1/n of them stays on each rank, and backward
             gathers over n consecutive ranks alone; 1 means False, the size of the axis True.
         shard_placement_fn: gives the ``Shard`` that a parameter lies as, or None for ``Shard(0)``. The size of a dim
-            other than the first must be a multiple of the shard axis. ``ShardPlacementResult``: NotImplementedError.
+            other than the first must be a multiple of the shard axis. A ``ShardPlacementResult`` gives a mesh of the
+            parameter's own too (experts, over fewer ranks than the rest): its ranks must be among those of the
+            outermost module's mesh, and the parameters of each mesh are gathered and reduced by themselves.
         mp_policy: dtypes of the whole parameters, the reduction, and of what the forward gets and returns.
         offload_policy: with ``CPUOffloadPolicy``, sharded parameters, gradients and optimizer states are in host
             memory. On a mesh of CPU devices they always are; on another: NotImplementedError.
@@ -115,22 +117,11 @@ def fully_shard(
     engine_ranks.require_same(
         f"fully_shard of module '{type(modules[0]).__name__}'", _describe(found, layouts, mp_policy, reshard)
     )
-    group = _C.Group(
-        [each.name for each in found],
-        [layout.local for layout in layouts],
-        [layout.dim for layout in layouts],
-        engine_ranks,
-        mp_policy.param_dtype,
-        mp_policy.reduce_dtype,
-    )
-    group.set_shared(len(modules) > 1)
-    for i, (each, layout) in enumerate(zip(found, layouts)):
-        sharded = _sharded_parameter(each.param, group.shard(i), layout, ranks.mesh)
-        group.place(i, sharded, [_place(*place) for place in each.places], layout.whole)
-        _stale_optimizers.mark(each.param, each.name)
-    homes = [Home(weakref.ref(each.places[0][0]), each.places[0][1], layout.local.shape, layout.local.stride(),
-                  layout.whole) for each, layout in zip(found, layouts)]
-    state = FSDPState(modules, ranks.mesh, engine_ranks, group, homes, mp_policy, reshard)
+    by_mesh: dict[DeviceMesh, list[tuple[_Found, Layout]]] = {ranks.mesh: []}
+    for each, layout in zip(found, layouts):
+        by_mesh.setdefault(layout.ranks.mesh, []).append((each, layout))
+    state, *beside = [_group_of(modules, own, members, mp_policy, reshard) for own, members in by_mesh.items()]
+    state.beside = beside
     state.attach()
     for each in modules:
         each.__class__ = sharded_class(each.__class__)
@@ -252,13 +243,36 @@ def _describe(
     lines = [
         f"{each.name} {list(layout.local.shape)} {each.param.dtype} {each.param.device.type}"
         f"{'' if each.param.requires_grad else ' frozen'}{' tied' if len(each.places) > 1 else ''}"
-        f" {layout.sharded.placements}"
+        f" {layout.sharded.placements} over {tuple(layout.ranks.mesh.shape)}"
         for each, layout in zip(found, layouts)
     ]
     return [*lines, f"{policy}", f"reshard_after_forward {reshard}"]
 
 
 # --- what becomes of it -----------------------------------------------------------------------------------------------
+
+
+def _group_of(modules: list[nn.Module], mesh: DeviceMesh, members: list[tuple[_Found, Layout]],
+              policy: MixedPrecisionPolicy, reshard: bool | int | None) -> FSDPState:
+    """Makes one group of parameters that lie over the same ranks. Collective."""
+    engine_ranks = engine_mesh(mesh)
+    group = _C.Group(
+        [each.name for each, _ in members],
+        [layout.local for _, layout in members],
+        [layout.dim for _, layout in members],
+        engine_ranks,
+        policy.param_dtype,
+        policy.reduce_dtype,
+    )
+    group.set_shared(len(modules) > 1)
+    homes = []
+    for i, (each, layout) in enumerate(members):
+        sharded = _sharded_parameter(each.param, group.shard(i), layout, mesh)
+        group.place(i, sharded, [_place(*place) for place in each.places], layout.whole)
+        _stale_optimizers.mark(each.param, each.name)
+        module, name = each.places[0]
+        homes.append(Home(weakref.ref(module), name, layout.local.shape, layout.local.stride(), layout.whole))
+    return FSDPState(modules, mesh, engine_ranks, group, homes, policy, _reshard(reshard, mesh))
 
 
 def _sharded_parameter(param: nn.Parameter, local: torch.Tensor, layout: Layout, mesh: DeviceMesh) -> nn.Parameter:

@@ -29,7 +29,8 @@ class UnshardHandle(TorchUnshardHandle):
     def wait(self) -> None:
         """Blocks until the module shows its whole parameters. A second call does nothing."""
         if self._state is not None:
-            self._state.ready().unshard(wait=True)
+            for group in self._state.ready():
+                group.unshard(wait=True)
             self._state = None
 
 
@@ -63,17 +64,19 @@ class FSDPModule(TorchFSDPModule):
         policy. Collective. With ``async_op`` returns while the gather is under way; the module's next forward waits for
         it, or :meth:`UnshardHandle.wait`."""
         state = self._get_fsdp_state()
-        state.ready().unshard(wait=not async_op)
+        for group in state.ready():
+            group.unshard(wait=not async_op)
         return UnshardHandle(state) if async_op else None
 
     def reshard(self) -> None:
         """Frees the whole parameters of this module's group, not of its children's, and shows DTensors again."""
-        self._get_fsdp_state().ready().reshard()
+        for group in reversed(self._get_fsdp_state().ready()):
+            group.reshard()
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         state = self._get_fsdp_state()
         if state._ready:
-            state.group.reshard()
+            self.reshard()
         # Past torch's class: it would ask its own state.
         result = super(TorchFSDPModule, self)._apply(fn, recurse)
         state.adopt()
@@ -92,7 +95,7 @@ class FSDPModule(TorchFSDPModule):
                 f"libfsdp: reset_iter_state() must be called on the outermost sharded module; '{state.group.name}' is "
                 "inside another one"
             )
-        state.ready().reset()
+        state.ready()[0].reset()
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Accepted, and changes nothing: gradients are handed out when each backward ends, so nothing is left in flight
@@ -125,7 +128,8 @@ class FSDPModule(TorchFSDPModule):
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """False: backward does not gather this module's group when it comes to the module, only when an operator reads
         one of its parameters. For modules whose backward needs none of them (an embedding)."""
-        self._get_fsdp_state().group.set_gathers_in_backward(unshard_in_backward)
+        for state in self._states(recurse=False):
+            state.group.set_gathers_in_backward(unshard_in_backward)
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Groups to gather right after this one in forward, in this order. ValueError for other modules."""
@@ -145,7 +149,8 @@ class FSDPModule(TorchFSDPModule):
         """Divides this group's gradients by ``factor`` instead of the number of ranks. ValueError unless positive."""
         if not factor > 0:
             raise ValueError(f"libfsdp: the gradient divide factor must be positive, got {factor}")
-        self._get_fsdp_state().group.divide_factor = factor
+        for state in self._states(recurse=False):
+            state.group.divide_factor = factor
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The old name of :meth:`set_gradient_divide_factor`; warns."""
@@ -178,16 +183,16 @@ class FSDPModule(TorchFSDPModule):
         in, or in bytes where there are several. ``group`` is the shard axis's. None: libfsdp's own again.
 
         Between steps, on every rank. NotImplementedError beside ``reshard_after_forward`` as a number."""
-        state = self._get_fsdp_state()
-        state.group.set_custom_all_gather(comm, state.shard_process_group())
+        for state in self._states(recurse=False):
+            state.group.set_custom_all_gather(comm, state.shard_process_group())
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
         """This module's group reduces by ``comm``: ``comm(output_tensor, input_tensor, group, op, async_op)``, whose
         buffers come from ``comm.allocate``. 1-D, as long for each rank as for the one that holds most, in the dtype
         that gradients are reduced in, once for each where there are several. ``op`` is always a sum: libfsdp divides.
         None: libfsdp's own again. Between steps, on every rank."""
-        state = self._get_fsdp_state()
-        state.group.set_custom_reduce_scatter(comm, state.shard_process_group())
+        for state in self._states(recurse=False):
+            state.group.set_custom_reduce_scatter(comm, state.shard_process_group())
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
         """``hook`` gets the averaged gradients of this module's group that this rank holds, one flat tensor a dtype,
@@ -199,7 +204,8 @@ class FSDPModule(TorchFSDPModule):
             if state.mesh.ndim > 1:
                 raise ValueError("libfsdp: a stream cannot be set on a mesh of two axes: the hook runs after its own")
             raise _missing("streams for all-reduce hooks")
-        state.group.set_all_reduce_hook(hook)
+        for each in state.together:
+            each.group.set_all_reduce_hook(hook)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         if enable:
@@ -215,7 +221,7 @@ class FSDPModule(TorchFSDPModule):
         for module in self.modules() if recurse else (self,):
             state = state_of(module)
             if state is not None:
-                yield state
+                yield from state.together
 
 
 def _states_of(modules: Iterable[Any]) -> list[FSDPState]:

@@ -68,6 +68,8 @@ class Layout:
     dim: int
     #: Of the DTensor that users hold.
     sharded: DTensorSpec
+    #: Over which it is sharded and replicated: those of the call, or some of its own.
+    ranks: DataParallel
     #: Where the parameter is a DTensor of another parallelism too: what it is while its group is unsharded.
     whole: WholeDTensor | None = None
 
@@ -84,7 +86,12 @@ def layout_of(name: str, param: nn.Parameter, ranks: DataParallel, choose: Calla
         AssertionError: it does not have the dim that was chosen.
         NotImplementedError: that dim is not the first, and the ranks do not divide its size.
     """
-    dim = _dim(name, param, ranks.mesh, choose(param))
+    choice = choose(param)
+    if isinstance(choice, ShardPlacementResult):
+        if ranks.full is not None:
+            raise NotImplementedError(f"libfsdp does not have ShardPlacementResult beside dp_mesh_dims: '{name}'")
+        ranks, choice = data_parallel(choice.mesh_info.mesh, None), choice.placement
+    dim = _dim(name, param, ranks.mesh, choice)
     if isinstance(param, DTensor):
         spec = param._spec
         if spec.mesh.device_type != ranks.mesh.device_type:
@@ -102,17 +109,13 @@ def layout_of(name: str, param: nn.Parameter, ranks: DataParallel, choose: Calla
         )
     placements = (*_replicas(ranks.mesh), Shard(dim))
     whole = torch.empty(param.shape, dtype=param.dtype, device="meta")
-    return Layout(param, dim, DTensorSpec(ranks.mesh, placements, TensorMeta(whole.shape, whole.stride(), whole.dtype)))
+    meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
+    return Layout(param, dim, DTensorSpec(ranks.mesh, placements, meta), ranks)
 
 
-def _dim(name: str, param: nn.Parameter, mesh: DeviceMesh, choice: Choice) -> int:
+def _dim(name: str, param: nn.Parameter, mesh: DeviceMesh, choice: Shard | None) -> int:
     if choice is None:
         return 0
-    if isinstance(choice, ShardPlacementResult):
-        raise NotImplementedError(
-            f"libfsdp does not have ShardPlacementResult, a mesh of a parameter's own, yet: '{name}'. Shard modules "
-            "whose parameters want another mesh by a call of their own"
-        )
     if not isinstance(choice, Shard):
         raise ValueError(f"Invalid shard_placement_fn result: {choice} for '{name}'; expected Shard or None")
     local = param._local_tensor if isinstance(param, DTensor) else param
@@ -147,7 +150,7 @@ def _on_other_axes(name: str, param: DTensor, ranks: DataParallel, dim: int) -> 
             "both from one DeviceMesh"
         ) from error
     placements = (*_replicas(ranks.mesh), _shard(dim, spec.num_shards_map[dim]), *spec.placements)
-    return Layout(param._local_tensor, dim, DTensorSpec(mesh, placements, spec.tensor_meta), WholeDTensor(spec))
+    return Layout(param._local_tensor, dim, DTensorSpec(mesh, placements, spec.tensor_meta), ranks, WholeDTensor(spec))
 
 
 def _on_the_full_mesh(name: str, param: DTensor, ranks: DataParallel, dim: int) -> Layout:
@@ -175,7 +178,7 @@ def _on_the_full_mesh(name: str, param: DTensor, ranks: DataParallel, dim: int) 
             placements += [*_replicas(ranks.mesh), _shard(dim, pieces)]
     mesh = spec.mesh if len(dims.shard_names) == 1 else DeviceMesh._concatenate(meshes)
     sharded = DTensorSpec(mesh, tuple(placements), spec.tensor_meta)
-    return Layout(param._local_tensor, dim, sharded, WholeDTensor(spec, data_axes))
+    return Layout(param._local_tensor, dim, sharded, ranks, WholeDTensor(spec, data_axes))
 
 
 def _cuts(placement: Placement, dim: int) -> bool:

@@ -81,6 +81,8 @@ class FSDPState:
         group.reshard_after_forward = reshard_after_forward is not False
         if not isinstance(reshard_after_forward, (bool, NoneType)):
             group.keep_over(reshard_after_forward)
+        #: Those of the same modules' parameters that lie over other ranks. This one carries them.
+        self.beside: list[FSDPState] = []
         self._state_ctx = Model([self])
         self._ready = False  # arranged with the module that is outermost
         self._prefetch: dict[bool, list[weakref.ref[FSDPState]]] = {}  # by whether it is for backward
@@ -89,6 +91,11 @@ class FSDPState:
     @property
     def modules(self) -> list[nn.Module]:
         return [module for ref in self._modules if (module := ref()) is not None]
+
+    @property
+    def together(self) -> list[FSDPState]:
+        """This and those beside it: all that one call of fully_shard made."""
+        return [self, *self.beside]
 
     def attach(self) -> None:
         """Puts the state and its hooks on the modules."""
@@ -111,8 +118,19 @@ class FSDPState:
         Done when the outermost module first needs it, so that modules may be sharded and put together in any order
         before. A module that ran by itself earlier joins.
         """
-        states: list[FSDPState] = [self]
-        parents: dict[FSDPState, FSDPState | None] = {self: None}
+        states: list[FSDPState] = []
+        parents: dict[FSDPState, FSDPState | None] = {}
+
+        leaders: dict[FSDPState, FSDPState] = {}
+
+        def join(state: FSDPState, enclosing: FSDPState | None) -> None:
+            for each in state.together:
+                states.append(each)
+                parents[each] = enclosing
+                if state.beside:
+                    leaders[each] = state
+
+        join(self, None)
         paths: dict[nn.Module, str] = {}
         for path, module, enclosing in self._walk():
             paths.setdefault(module, path)
@@ -120,20 +138,20 @@ class FSDPState:
             if state is None or state is self:
                 continue
             if state not in parents:
-                states.append(state)
-                parents[state] = enclosing
+                join(state, enclosing)
             elif parents[state] is not enclosing:
-                parents[state] = self  # its modules lie in several groups: inside none of them but the outermost
+                # Its modules lie in several groups: inside none of them but the outermost.
+                parents.update({each: self for each in state.together})
         for state in states:
             state._name(paths)
             state._check_locals()
             state.group.rebuild()  # what was replaced since, of whatever dtype and device
             state._extend()
             if state._auto_reshard:
-                state.group.reshard_after_forward = state is not self
+                state.group.reshard_after_forward = state not in self.together
         indices = {state: i for i, state in enumerate(states)}
-        order = [-1 if (parent := parents[state]) is None else indices[parent] for state in states]
-        _C.arrange([state.group for state in states], order, self._engine_mesh)
+        around, first = ([indices.get(of.get(state), -1) for state in states] for of in (parents, leaders))
+        _C.arrange([state.group for state in states], around, first, self._engine_mesh)
         model = Model(states)
         for state in states:
             state._state_ctx = model
@@ -152,8 +170,10 @@ class FSDPState:
             path = paths.get(home.module(), "?")
             return f"{path}.{home.name}" if path else home.name
 
-        own = [paths.get(module, "?") for module in self.modules]
-        self.group.set_name(", ".join(own), [dotted(home) for home in self._homes])
+        own = ", ".join(paths.get(module, "?") for module in self.modules)
+        if state_of(self.modules[0]) is not self:
+            own = f"{own or '(root)'} over {self.mesh.mesh_dim_names or tuple(self.mesh.shape)}"
+        self.group.set_name(own, [dotted(home) for home in self._homes])
 
     def _locals(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(parameter's name, its local tensor) as they are in the modules now."""
@@ -201,11 +221,11 @@ class FSDPState:
         for i, _, impl, sent in extensions:
             self.group.extend(i, impl, sent)
 
-    def ready(self) -> _C.Group:
-        """The group, as part of a model."""
+    def ready(self) -> list[_C.Group]:
+        """The groups of these modules, as parts of a model."""
         if not self._ready:
             self.arrange()
-        return self.group
+        return [state.group for state in self.together]
 
     # --- forward ----------------------------------------------------------------------------------------------------
 
@@ -218,9 +238,14 @@ class FSDPState:
         if self._input_dtype is not None:
             args, kwargs = cast_floating(args, self._input_dtype), cast_floating(kwargs, self._input_dtype)
         self.group.enter()
+        for state in self.beside:
+            state.group.enter()
         return args, kwargs
 
     def post_forward(self, module: nn.Module, args: tuple, output: Any) -> Any:
+        for state in reversed(self.beside):
+            if state.group.leave() == _ENDED:
+                state._watch(output)
         left = self.group.leave()
         if left == _ENDED:
             self._watch(output)
@@ -251,9 +276,11 @@ class FSDPState:
         self.group.keep_over(0)
 
     def set_prefetch(self, states: list[FSDPState], backward: bool) -> None:
-        self._prefetch[backward] = [weakref.ref(state) for state in states]
+        # Where there are several, the last one is gathered last.
+        last = self.together[-1]
+        last._prefetch[backward] = [weakref.ref(each) for state in states for each in state.together]
         if self._ready:
-            self._apply_prefetch()
+            last._apply_prefetch()
 
     def _apply_prefetch(self) -> None:
         for backward, refs in self._prefetch.items():
@@ -273,13 +300,18 @@ class FSDPState:
 
     def to_sharded(self) -> None:
         """The modules show DTensors, unless a forward is under way."""
-        self.group.show_sharded()
+        for state in self.together:
+            state.group.show_sharded()
 
     def _after_load(self, *_: Any) -> None:
         self.adopt()
 
     def adopt(self) -> None:
         """Takes over parameters that were replaced. Collective where their dtype or device changed."""
+        for state in self.together:
+            state._adopt_own()
+
+    def _adopt_own(self) -> None:
         missing = len(self._on_meta())
         if 0 < missing < len(self.group):
             return  # to_empty() came to one of the group's modules, and comes to the others next
@@ -296,7 +328,7 @@ class FSDPState:
 
     @property
     def _fsdp_param_groups(self) -> list[FSDPState]:
-        return [self] if len(self.group) else []
+        return [state for state in self.together if len(state.group)]
 
     @property
     def _fsdp_param_group(self) -> FSDPState | None:
@@ -308,7 +340,7 @@ class FSDPState:
     def _root_post_backward_final_callback(self) -> None:
         """Reduces what backwards with ``set_requires_gradient_sync(False)`` left, without another backward: a pipeline
         calls it after its last one. Collective."""
-        self.ready().reduce_held()
+        self.ready()[0].reduce_held()
 
 
 def _visit(path: str, module: nn.Module, enclosing: FSDPState) -> Iterator[tuple[str, nn.Module, FSDPState]]:

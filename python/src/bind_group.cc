@@ -145,8 +145,9 @@ void bind_group(py::module_& module) {
   bind_flag<&GroupFlags::all_reduce_gradients>(type, "all_reduce_gradients");
   bind_flag<&GroupFlags::divide_factor>(type, "divide_factor");
   module.def(
-      "arrange", &arrange, py::arg("groups"), py::arg("parents"), py::arg("mesh"),
-      "Makes `groups` one model, in module order; the i-th is inside groups[parents[i]], -1 for none. Collective.");
+      "arrange", &arrange, py::arg("groups"), py::arg("parents"), py::arg("leaders"), py::arg("mesh"),
+      "Makes `groups` one model, in module order; the i-th is inside groups[parents[i]], -1 for none, and of the same "
+      "modules as groups[leaders[i]], -1 for none. Collective.");
 }
 
 }  // namespace fsdp::python

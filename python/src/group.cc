@@ -294,19 +294,24 @@ void Group::rebuild() {
   auto groups = old->context().groups();
   groups.erase(std::remove(groups.begin(), groups.end(), nullptr), groups.end());
   group_->place.parent = old->place.parent;
+  group_->place.leader = old->place.leader == old.get() ? group_.get() : old->place.leader;
   for (auto*& each : groups) {
     if (each == old.get()) each = group_.get();
     if (each->place.parent == old.get()) each->place.parent = group_.get();
+    if (each->place.leader == old.get()) each->place.leader = group_.get();
   }
   const auto mesh = old->context().mesh();
   without_gil([&] { engine::Context::create(groups, mesh); });
 }
 
-void arrange(const std::vector<Group*>& groups, const std::vector<int>& parents, const DeviceMesh& mesh) {
+void arrange(const std::vector<Group*>& groups, const std::vector<int>& parents, const std::vector<int>& leaders,
+             const DeviceMesh& mesh) {
+  const auto at = [&](int i) { return i < 0 ? nullptr : &groups[static_cast<size_t>(i)]->engine(); };
   std::vector<engine::ParamGroup*> engines;
   for (size_t i = 0; i < groups.size(); ++i) {
     engines.push_back(&groups[i]->engine());
-    engines.back()->place.parent = parents[i] < 0 ? nullptr : &groups[static_cast<size_t>(parents[i])]->engine();
+    engines.back()->place.parent = at(parents[i]);
+    engines.back()->place.leader = at(leaders[i]);
   }
   without_gil([&] { engine::Context::create(engines, mesh); });
 }

@@ -124,7 +124,9 @@ class Group {
   PyObject* handled_ = nullptr;  // what was being handled when the first of them began; only compared
 };
 
-/// One model: `groups` in module order, the i-th inside groups[parents[i]] (-1: in none). Collective.
-void arrange(const std::vector<Group*>& groups, const std::vector<int>& parents, const DeviceMesh& mesh);
+/// One model: `groups` in module order, the i-th inside groups[parents[i]] (-1: in none), and of the same modules as
+/// groups[leaders[i]] (-1: alone). Collective.
+void arrange(const std::vector<Group*>& groups, const std::vector<int>& parents, const std::vector<int>& leaders,
+             const DeviceMesh& mesh);
 
 }  // namespace fsdp::python

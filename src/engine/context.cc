@@ -65,9 +65,10 @@ std::shared_ptr<Context> Context::create(const std::vector<ParamGroup*>& groups,
     group->drop_part();
     group->context_ = context;
     auto& place = group->place;
-    auto* parent = place.parent;
+    auto *parent = place.parent, *leader = place.leader;
     place = ParamGroup::Place{};
     place.parent = parent;
+    place.leader = leader;
     place.id = static_cast<int>(self.groups_.size());
     place.first_param = static_cast<int>(self.param_count_);
     self.param_count_ += group->params().size();
@@ -409,7 +410,7 @@ void Context::open(ParamGroup& group) {
     close(*open_.back());
     open_.pop_back();
   }
-  if (open_.empty() || open_.back() != &group) open_.push_back(&group);
+  if (std::find(open_.begin(), open_.end(), &group) == open_.end()) open_.push_back(&group);
 }
 
 void Context::close(ParamGroup& group) {

@@ -189,8 +189,9 @@ void ParamGroup::note_gradient_bytes(int64_t n) {
 }
 
 bool ParamGroup::is_inside(const ParamGroup& other) const {
+  const auto* leader = other.place.leader;
   for (const auto* group = this; group; group = group->place.parent) {
-    if (group == &other) return true;
+    if (group == &other || (leader && group->place.leader == leader)) return true;
   }
   return false;
 }

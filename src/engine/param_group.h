@@ -161,9 +161,10 @@ class ParamGroup {
     int id = -1;
     int first_param = 0;  // index of params()[0] among all of the context's
     ParamGroup* parent = nullptr;
-    bool touched = false;  // used by a forward that recorded gradients
-    bool issued = false;   // reduced in this backward
-    bool late = false;     // a gradient came after that
+    ParamGroup* leader = nullptr;  // of several groups of the same modules, over different ranks: the first of them
+    bool touched = false;          // used by a forward that recorded gradients
+    bool issued = false;           // reduced in this backward
+    bool late = false;             // a gradient came after that
     bool slow = false;     // the last backward ended with gradients of it missing on some rank; equal on all ranks
     bool pinned = false;   // unshard() was called
     bool ordered = false;  // among those that were gathered before
@@ -171,8 +172,9 @@ class ParamGroup {
     bool explicit_forward_prefetch = false, explicit_backward_prefetch = false;
   };
   Place place;
-  void* face = nullptr;                           // the face's own record of this group
-  bool is_inside(const ParamGroup& other) const;  // other is this group or one of its parents
+  void* face = nullptr;  // the face's own record of this group
+  /// `other` is this group, one of its parents, or one of the same modules as these.
+  bool is_inside(const ParamGroup& other) const;
 
  private:
   friend class Context;

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
 from torch.distributed.tensor import DTensor, Shard
 
 import libfsdp
@@ -144,7 +143,6 @@ def test_what_torch_refuses_is_refused_alike():
 @on_ranks(2)
 def test_what_is_missing_says_so():
     missing = [
-        lambda: fully_shard(nn.Linear(4, 4), shard_placement_fn=lambda param: ShardPlacementResult(None, None)),
         lambda: fully_shard(
             nn.Linear(4, 4), mesh=torch.distributed.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)),
             dp_mesh_dims=libfsdp.DataParallelMeshDims(replicate="dp")),

@@ -1,14 +1,16 @@
-"""shard_placement_fn, and reshard_after_forward as a number of ranks."""
+"""shard_placement_fn, with meshes of parameters' own too, and reshard_after_forward as a number of ranks."""
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from libfsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from models import WIDTH, Block, Stack, batches, loss_of
-from parity import compare, full, shard_blocks
+from parity import assert_close, compare, full, shard_blocks
 from ranks import on_ranks
 
 
@@ -118,3 +120,123 @@ def test_a_write_between_forward_and_backward_is_seen(rank, world):
     model.set_reshard_after_forward(True)
     loss_of(model(x)).backward()
     assert all(isinstance(param.grad, DTensor) for param in model.parameters())
+
+
+# --- ShardPlacementResult: a mesh of a parameter's own ----------------------------------------------------------------
+
+
+class Experts(nn.Module):
+    """Each pair of ranks has experts of its own."""
+
+    def __init__(self, pair):
+        super().__init__()
+        self.before = nn.Linear(WIDTH, 5)
+        self.experts = nn.Parameter(torch.randn(3, 5, 5, generator=torch.Generator().manual_seed(pair)))
+        self.after = nn.Linear(5, WIDTH)
+
+    def forward(self, x):
+        h = torch.tanh(self.before(x))
+        return x + self.after(torch.einsum("bsi,eij->bsj", h, self.experts))
+
+
+class ExpertStack(nn.Module):
+    def __init__(self, pair):
+        super().__init__()
+        torch.manual_seed(5)
+        self.blocks = nn.ModuleList(Experts(10 * i + pair) for i in range(3))
+        self.own = nn.Parameter(torch.full((5,), float(pair)))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x * self.own.mean()
+
+
+def is_own(name):
+    return name.endswith(("experts", "own"))
+
+
+def expert_meshes(world):
+    mesh = dist.init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("pair", "within"))
+    return mesh["pair", "within"]._flatten("all"), mesh["within"]
+
+
+def shard_experts(model, shard, whole, own, **options):
+    own_params = {param for name, param in model.named_parameters() if is_own(name)}
+
+    def choose(param):
+        return ShardPlacementResult(Shard(0), FSDPMeshInfo(own, shard_mesh_dim=0)) if param in own_params else None
+
+    for block in model.blocks:
+        shard(block, mesh=whole, shard_placement_fn=choose, **options)
+    return shard(model, mesh=whole, shard_placement_fn=choose, **options)
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@on_ranks(4)
+def test_parameters_over_ranks_of_their_own(rank, world, reshard):
+    """Those of pairs of ranks beside those of all four, in one module and one call."""
+    whole, own = expert_meshes(world)
+    pair = rank // 2
+    plains = [ExpertStack(each) for each in range(world // 2)]
+    models = [
+        shard_experts(ExpertStack(pair), shard, whole, own, reshard_after_forward=reshard)
+        for shard in (fully_shard, torch_fully_shard)
+    ]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (*plains, *models)]
+    for step in range(3):
+        xs = batches(world, step)
+        for each, plain in enumerate(plains):  # each pair's own loss; what is shared is averaged below
+            (sum(loss_of(plain(xs[r])) for r in (2 * each, 2 * each + 1)) / 2).backward()
+        for params in zip(*(plain.named_parameters() for plain in plains)):
+            if not is_own(params[0][0]):
+                mean = sum(param.grad for _, param in params) / len(params)
+                for _, param in params:
+                    param.grad = mean.clone()
+        for model in models:
+            loss_of(model(xs[rank])).backward()
+        for (name, ours), torchs, plain in zip(
+            models[0].named_parameters(), models[1].parameters(), plains[pair].parameters()
+        ):
+            assert ours._spec == torchs._spec, name
+            assert_close(ours.grad.full_tensor(), torchs.grad.full_tensor(), name)
+            assert_close(ours.grad.full_tensor(), plain.grad, name)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    group = fully_shard.state(models[0]).group
+    assert group.stats["unsharded_param_bytes"] == 0
+    groups = [line for line in group.schedule if line[0] == "forward" and line[1] == "all-gather"]
+    # The root's own parameter over pairs, and a group of each block's for each mesh.
+    blocks = [name for i in range(3) for name in (f"blocks.{i}", f"blocks.{i} over ('within',)")]
+    names = [name for _, _, name in groups]
+    assert names == ["(root) over ('within',)", *blocks], names
+
+
+@on_ranks(4)
+def test_settings_reach_parameters_over_ranks_of_their_own(rank, world):
+    whole, own = expert_meshes(world)
+    model = shard_experts(ExpertStack(rank // 2), fully_shard, whole, own)
+    block = model.blocks[0]
+    x = batches(world, 0)[rank]
+    model(x)
+    block.unshard()
+    assert block.experts.shape == block.experts.clone().shape and not isinstance(block.experts, DTensor)
+    assert not isinstance(block.before.weight, DTensor)
+    block.reshard()
+    assert isinstance(block.experts, DTensor) and isinstance(block.before.weight, DTensor)
+    model.set_requires_gradient_sync(False)
+    loss_of(model(x)).backward()
+    assert all(param.grad is None for param in model.parameters())
+    model.set_requires_gradient_sync(True)
+    loss_of(model(x)).backward()
+    twice = {name: param.grad.full_tensor() for name, param in model.named_parameters()}
+    model.zero_grad()
+    loss_of(model(x)).backward()
+    for name, param in model.named_parameters():
+        assert_close(2 * param.grad.full_tensor(), twice[name], name)
+    states = {key: value.full_tensor() for key, value in model.state_dict().items()}
+    model.load_state_dict({key: value.clone() for key, value in model.state_dict().items()}, assign=True)
+    loss_of(model(x)).backward()
+    for key, value in model.state_dict().items():
+        assert torch.equal(value.full_tensor(), states[key])
