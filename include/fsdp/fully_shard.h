@@ -10,6 +10,7 @@
 #include <variant>
 #include <vector>
 
+#include <c10/core/Event.h>
 #include <fsdp/custom_comm.h>
 #include <fsdp/device_mesh.h>
 #include <fsdp/dtensor.h>
@@ -102,7 +103,13 @@ class FSDP_API FSDPModuleBase {
   /// a reduction (on a 2D mesh: the replicas' too) is done and before parameters get them; it may write to it, or
   /// reduce it further over ranks that libfsdp does not know of. Runs once for each reduction, in the same order on all
   /// ranks.
+  /// On a device with streams the hook runs with the stream of reductions as the current one.
   void set_all_reduce_hook(std::function<void(const at::Tensor&)> hook);
+  /// The parameters were last written before this event, which is on the device of the parameters: the gathers of the
+  /// next forward wait for it, and not for all that the current stream has by then (which is the default, and right
+  /// wherever the optimizer runs on it). For one forward; a write after the event needs another one. Null: the default.
+  /// Accepted and without meaning where there are no streams (CPU).
+  void set_post_optim_event(std::shared_ptr<const c10::Event> event);
   /// Accepted for compatibility: libfsdp is right for parameters that some ranks leave unused, with and without it.
   void set_reduce_scatter_unused_params(bool enabled, bool recurse = true);
 

@@ -13,8 +13,13 @@ inline void copy_bytes(void* to, const void* from, int64_t nbytes, c10::Device d
     std::memcpy(to, from, static_cast<size_t>(nbytes));
     return;
   }
-  const auto options = at::TensorOptions().dtype(at::kByte).device(device);
-  at::from_blob(to, {nbytes}, options).copy_(at::from_blob(const_cast<void*>(from), {nbytes}, options), true);
+  const auto bytes = [&](void* at) {
+    return at::for_blob(at, {nbytes})
+        .options(at::TensorOptions(at::kByte).device(device))
+        .target_device(device)
+        .make_tensor();
+  };
+  bytes(to).copy_(bytes(const_cast<void*>(from)), /*non_blocking=*/true);
 }
 
 namespace detail {

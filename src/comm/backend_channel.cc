@@ -48,6 +48,8 @@ class WorkPending final : public Pending {
       }
     });
     works_.clear();
+    const bool read = std::all_of(tensors_.begin(), tensors_.end(), [](const auto& t) { return t.is_cpu(); });
+    if (!read) return;  // a stream may still read them
     finish_ = nullptr;
     tensors_.clear();
   }

@@ -19,13 +19,13 @@ class PlacedPending final : public Pending {
     const auto place = std::exchange(place_, nullptr);
     gather_->wait();
     if (place) place->whole(flat_.const_data_ptr());
-    flat_.reset();
+    if (flat_.is_cpu()) flat_.reset();
   }
   bool wait_for(std::chrono::milliseconds limit) override {
     auto place = std::exchange(place_, nullptr);
     if (gather_->wait_for(limit)) {
       if (place) place->whole(flat_.const_data_ptr());
-      flat_.reset();
+      if (flat_.is_cpu()) flat_.reset();
       return true;
     }
     place_ = std::move(place);
@@ -35,7 +35,7 @@ class PlacedPending final : public Pending {
 
  private:
   std::unique_ptr<Pending> gather_;
-  at::Tensor flat_;
+  at::Tensor flat_;  // on a device with streams as long as this: wait() returns before it was read
   std::shared_ptr<Placement> place_;
 };
 

@@ -18,7 +18,8 @@ namespace fsdp::comm {
 
 enum class ReduceOp { kSum, kMax, kMin };
 
-/// A collective under way. Destroying it without waiting waits, and drops an error.
+/// A collective under way. Destroying it without waiting waits, and drops an error. On a device with streams it holds
+/// its buffers until it is destroyed, which is the caller's to delay until nothing reads them any more.
 class Pending {
  public:
   virtual ~Pending() = default;

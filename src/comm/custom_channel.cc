@@ -20,21 +20,23 @@ namespace {
 /// What the user started, then what is left to do with its result.
 class CustomPending final : public Pending {
  public:
-  CustomPending(WaitFn started, std::function<void()> finish, int64_t held)
-      : started_(std::move(started)), finish_(std::move(finish)), held_(held) {}
+  CustomPending(WaitFn started, std::function<void()> finish, int64_t held, c10::Device device)
+      : started_(std::move(started)), finish_(std::move(finish)), held_(held), on_host_(device.is_cpu()) {}
   ~CustomPending() override {
     try {
-      if (finish_ && started_) started_();
+      if (!done_ && started_) started_();
     } catch (const std::exception&) {
       // As everywhere: one who does not wait does not want to know.
     }
   }
 
   void wait() override {
-    if (!finish_) return;
+    if (done_) return;
     if (started_) started_();
-    std::exchange(finish_, nullptr)();
+    done_ = true;
+    finish_();
     held_ = 0;
+    if (on_host_) finish_ = nullptr;  // elsewhere a stream may still read what it holds
   }
   bool wait_for(std::chrono::milliseconds) override {
     wait();  // a user's collective cannot be asked how far it is
@@ -46,6 +48,7 @@ class CustomPending final : public Pending {
   WaitFn started_;
   std::function<void()> finish_;
   int64_t held_;
+  bool on_host_, done_ = false;
 };
 
 }  // namespace
@@ -86,7 +89,8 @@ std::unique_ptr<Pending> CustomChannel::all_gather_to(std::shared_ptr<Placement>
       if (segments.length(r) * unit > 0) place->segment(r, from + r * longest);
     }
   };
-  return std::make_unique<CustomPending>(std::move(started), std::move(finish), static_cast<int64_t>(output.nbytes()));
+  return std::make_unique<CustomPending>(std::move(started), std::move(finish), static_cast<int64_t>(output.nbytes()),
+                                         output.device());
 }
 
 std::unique_ptr<Pending> CustomChannel::reduce_scatter(const at::Tensor& out, const at::Tensor& in,
@@ -102,7 +106,7 @@ std::unique_ptr<Pending> CustomChannel::reduce_scatter(const at::Tensor& out, co
   }
   auto started = reduce_->run(output, input);
   auto finish = [out, output, input, own] { out.copy_(output.narrow(0, 0, own)); };
-  return std::make_unique<CustomPending>(std::move(started), std::move(finish), 0);
+  return std::make_unique<CustomPending>(std::move(started), std::move(finish), 0, output.device());
 }
 
 }  // namespace fsdp::comm

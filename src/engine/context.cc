@@ -64,6 +64,7 @@ std::shared_ptr<Context> Context::create(const std::vector<ParamGroup*>& groups,
     group->reshard();
     group->drop_part();
     group->context_ = context;
+    group->streams_ = self.streams_on(group->device_);
     auto& place = group->place;
     auto *parent = place.parent, *leader = place.leader;
     place = ParamGroup::Place{};
@@ -80,6 +81,17 @@ std::shared_ptr<Context> Context::create(const std::vector<ParamGroup*>& groups,
   self.agreement_ = std::make_unique<Agreement>(mesh.state()->flat_channel(mesh::Lane::kGather), self.flag_count_);
   self.note_config_change();
   return context;
+}
+
+std::shared_ptr<Streams> Context::streams_on(c10::Device device) {
+  for (const auto& streams : streams_) {
+    if (streams->device == device) return streams;
+  }
+  return streams_.emplace_back(std::make_shared<Streams>(device));
+}
+
+void Context::set_optimizer_event(std::shared_ptr<const c10::Event> event) {
+  for (const auto& streams : streams_) streams->set_optimizer_event(event);
 }
 
 void Context::remove(ParamGroup& group) {
@@ -513,6 +525,7 @@ void Context::leave_forward(ParamGroup& group) {
     meet({Step::kForwardEnd}, flags);
   }
   may_be_old_ = !forward_records_;
+  set_optimizer_event(nullptr);
   phase_ = Phase::kIdle;
 }
 

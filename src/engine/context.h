@@ -80,6 +80,9 @@ class Context : public std::enable_shared_from_this<Context> {
   /// Ends what is in flight and forgets the iteration. Collective.
   void reset();
 
+  /// See Streams::set_optimizer_event(); until the end of a forward.
+  void set_optimizer_event(std::shared_ptr<const c10::Event> event);
+
   void remove(ParamGroup& group);
   void count_all_reduce(const ParamGroup& group);
 
@@ -123,9 +126,12 @@ class Context : public std::enable_shared_from_this<Context> {
   void log(const char* act, const ParamGroup& group, int64_t bytes);
   std::vector<uint8_t> no_flags() const { return std::vector<uint8_t>(flag_count_, 0); }
 
+  std::shared_ptr<Streams> streams_on(c10::Device device);
+
   DeviceMesh mesh_;
   int rank_ = 0;
-  std::vector<ParamGroup*> groups_;  // by id
+  std::vector<ParamGroup*> groups_;                // by id
+  std::vector<std::shared_ptr<Streams>> streams_;  // one a device
   std::unique_ptr<Agreement> agreement_;
   size_t param_count_ = 0, flag_count_ = 0;
   Schedule schedule_;

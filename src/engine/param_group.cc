@@ -244,6 +244,8 @@ ParamGroup::Gather ParamGroup::start_gather(ParamGroup* into) {
   at::NoGradGuard no_grad;
   PlainTensors plain;
   const auto& span = from_part_ ? *part_ : axis_;
+  streams_->before_gather();
+  const base::OnStream lane(streams_->gather);
   Gather gather{std::make_shared<Destination>(into, span.layout), gather_input(), nullptr};
   std::exception_ptr failed;
   if (assembled_ && !from_part_) {
@@ -257,6 +259,7 @@ ParamGroup::Gather ParamGroup::start_gather(ParamGroup* into) {
     }
   }
   gather.pending = span.channel->all_gather_to(gather.destination, gather.source, span.layout->segments());
+  gather.issued = streams_->gather.mark();
   gather.held_bytes = gather.pending->held_bytes();
   note_param_bytes(gather.held_bytes);
   if (failed) {
@@ -267,7 +270,9 @@ ParamGroup::Gather ParamGroup::start_gather(ParamGroup* into) {
 }
 
 void ParamGroup::end_gather(Gather& gather) {
+  if (gather.issued) base::Stream::current(device_).wait_for(*gather.issued);
   naming_group(name_, "all-gather", [&] { gather.pending->wait(); });
+  streams_->after_copy_out(std::move(gather.pending));
   note_param_bytes(-gather.held_bytes);
 }
 
@@ -429,6 +434,7 @@ void ShardedParam::write_back() {
   // The leaf's key would send this through the fallback again; its bytes are here.
   c10::impl::ExcludeDispatchKeyGuard below_key(kKey);
   shard_.copy_(part_of(leaf_, group_->rows_here(*this)));
+  group_->context().set_optimizer_event(nullptr);  // it was not the last write
   filled_version_ = version();
 }
 
@@ -552,6 +558,8 @@ void ParamGroup::begin_reduce() {
     }
     // fp16 overflows in the sum: half of the division comes before it (finish_reduce does the rest).
     if (bucket->dtype == at::kHalf) bucket->input.mul_(1.0 / context_->pre_divide_factor(*this));
+    streams_->reduce.wait_for_current();
+    const base::OnStream lane(streams_->reduce);
     Reduction reduction{bucket, std::move(bucket->input), {}, nullptr};
     if (world_ > 1) {
       reduction.output = at::empty({segments.length(rank_)}, options);
@@ -569,11 +577,13 @@ bool ParamGroup::wait_inputs(std::chrono::milliseconds limit) {
   const auto until = std::chrono::steady_clock::now() + limit;
   for (auto& reduction : reductions_) {
     if (reduction.pending) {
+      const base::OnStream lane(streams_->reduce);
       const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(until - std::chrono::steady_clock::now());
       bool done = false;
       naming_group(name_, "reduce-scatter", [&] { done = reduction.pending->wait_for(left); });
       if (!done) return false;
     }
+    streams_->reduce.hold_current();
     free_input(reduction);
   }
   return true;
@@ -614,11 +624,18 @@ at::Tensor ParamGroup::rows_of(const Bucket& bucket, size_t i, const at::Tensor&
 void ParamGroup::finish_reduce(const uint8_t* used) {
   at::NoGradGuard no_grad;
   c10::InferenceMode normal(false);
+  std::vector<Reduction> read;  // inputs that the reduce stream reads: freed once the current stream comes after that
+  streams_->reduce.wait_for_current();
+  std::optional<base::OnStream> lane(streams_->reduce);
   while (!reductions_.empty()) {
     auto reduction = std::move(reductions_.front());
     reductions_.pop_front();
     if (reduction.pending) naming_group(name_, "reduce-scatter", [&] { reduction.pending->wait(); });
-    free_input(reduction);
+    if (streams_->reduce) {
+      read.push_back({reduction.bucket, std::move(reduction.input), {}, std::move(reduction.pending)});
+    } else {
+      free_input(reduction);
+    }
     auto& bucket = *reduction.bucket;
     {
       PlainTensors plain;
@@ -638,6 +655,9 @@ void ParamGroup::finish_reduce(const uint8_t* used) {
       param.slot().accumulate_gradient(rows);
     }
   }
+  lane.reset();
+  streams_->reduce.hold_current();
+  for (auto& reduction : read) free_input(reduction);
 }
 
 void ParamGroup::forget_touches() {

@@ -16,6 +16,7 @@
 #include "comm/channel.h"
 #include "engine/sharded_param.h"
 #include "engine/stats.h"
+#include "engine/streams.h"
 #include "shard/layout.h"
 
 namespace fsdp::engine {
@@ -207,6 +208,7 @@ class ParamGroup {
   DtypePolicy policy_;
   GroupFlags flags_;
   std::shared_ptr<Context> context_;
+  std::shared_ptr<Streams> streams_;  // of the context, on device_
   std::shared_ptr<comm::Channel> reduce_channel_, replica_channel_;
   std::shared_ptr<CustomAllGather> custom_gather_;
   bool custom_reduce_ = false;
@@ -251,6 +253,7 @@ class ParamGroup {
     at::Tensor source;
     std::unique_ptr<comm::Pending> pending;
     int64_t held_bytes = 0;
+    std::optional<c10::Event> issued{};  // on the gather stream, where there is one
   };
   Gather start_gather(ParamGroup* into);
   void end_gather(Gather& gather);

@@ -364,6 +364,10 @@ void FSDPModuleBase::set_all_reduce_hook(std::function<void(const at::Tensor&)> 
   state_->context().note_config_change();
 }
 
+void FSDPModuleBase::set_post_optim_event(std::shared_ptr<const c10::Event> event) {
+  state_->context().set_optimizer_event(std::move(event));
+}
+
 void FSDPModuleBase::set_reduce_scatter_unused_params(bool, bool) {}
 
 void FSDPModuleBase::reset_iter_state() {
