@@ -8,5 +8,6 @@
 #include <fsdp/dtensor.h>
 #include <fsdp/error.h>
 #include <fsdp/fully_shard.h>
+#include <fsdp/grad_scaler.h>
 #include <fsdp/optim.h>
 #include <fsdp/version.h>

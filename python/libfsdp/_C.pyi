@@ -58,6 +58,10 @@ class Group:
         """
         Whether the i-th parameter has an extension.
         """
+    def hide(self, i: typing.SupportsInt | typing.SupportsIndex, flat: typing.Any, offset: typing.SupportsInt | typing.SupportsIndex, holder: tuple[dict, str, typing.Any], places: collections.abc.Sequence[tuple[dict, str, typing.Any]]) -> None:
+        """
+        Shows the i-th parameter as the whole alone; users hold `flat`, at `holder`, whose elements from `offset` on it is.
+        """
     def keep_over(self, ranks: typing.SupportsInt | typing.SupportsIndex) -> None:
         """
         Between forward and backward, keep the parameters over this many ranks; 0: do not. Collective.
@@ -68,7 +72,7 @@ class Group:
         """
     def place(self, i: typing.SupportsInt | typing.SupportsIndex, user: typing.Any, places: collections.abc.Sequence[tuple[dict, str, typing.Any]], wrapper: typing.Any) -> None:
         """
-        Shows the i-th parameter as `user`, a DTensor parameter, at each (table, name, weak reference or None); whole as what `wrapper` makes of it, if that is not None.
+        Shows the i-th parameter as `user`, a parameter that is a DTensor or becomes an ordinary tensor over shard(i), at each (table, name, weak reference or None); whole as what `wrapper` makes of it, if that is not None.
         """
     def rebuild(self) -> None:
         """

@@ -20,6 +20,7 @@ from ._fully_shard import fully_shard
 from ._install import install, uninstall
 from ._module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
 from ._paths import cmake_prefix_path
+from .sharded_grad_scaler import ShardedGradScaler
 
 __version__: str = _C.version()
 
@@ -29,6 +30,7 @@ __all__ = [
     "FSDPModule",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "ShardedGradScaler",
     "UnshardHandle",
     "cmake_prefix_path",
     "fully_shard",

@@ -17,10 +17,10 @@ from . import _C, _optimizers_on_rows, _stale_optimizers
 from ._mesh import default_mesh, engine_mesh
 from ._module import FSDPModule, sharded_class
 from ._placement import Layout, data_parallel, layout_of
-from ._state import FSDPState, Home, is_replicated, state_of
+from ._state import FSDPState, Home, below, is_replicated, state_of
 
 
-class _Found:
+class Found:
     """A parameter to shard, and all the places where it is registered."""
 
     def __init__(self, name: str, param: nn.Parameter):
@@ -109,15 +109,15 @@ def fully_shard(
     reshard = _reshard(reshard_after_forward, ranks.mesh)
     ignored = ignored_params or set()
 
-    found = _find(modules, ignored)
-    _move(modules, ignored, found, device)
+    found = find_parameters(modules, ignored)
+    move_to_device(modules, ignored, found, device)
     choose = shard_placement_fn or (lambda param: None)
     layouts = [layout_of(each.name, each.param, ranks, choose) for each in found]
     engine_ranks = engine_mesh(ranks.mesh)
     engine_ranks.require_same(
         f"fully_shard of module '{type(modules[0]).__name__}'", _describe(found, layouts, mp_policy, reshard)
     )
-    by_mesh: dict[DeviceMesh, list[tuple[_Found, Layout]]] = {ranks.mesh: []}
+    by_mesh: dict[DeviceMesh, list[tuple[Found, Layout]]] = {ranks.mesh: []}
     for each, layout in zip(found, layouts):
         by_mesh.setdefault(layout.ranks.mesh, []).append((each, layout))
     state, *beside = [_group_of(modules, own, members, mp_policy, reshard) for own, members in by_mesh.items()]
@@ -179,7 +179,7 @@ def _device(mesh: DeviceMesh) -> torch.device:
 # --- what there is to shard -------------------------------------------------------------------------------------------
 
 
-def _managed(modules: list[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+def managed_modules(modules: list[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     """(path, module) of the modules whose parameters this call takes, each once: not those inside sharded ones, nor
     those that torch's replicate was applied to."""
     seen: set[nn.Module] = set()
@@ -193,31 +193,33 @@ def _visit(path: str, module: nn.Module, seen: set[nn.Module]) -> Iterator[tuple
     seen.add(module)
     yield path, module
     for name, child in module.named_children():
-        yield from _visit(f"{path}.{name}" if path else name, child, seen)
+        yield from _visit(below(path, name), child, seen)
 
 
-def _find(modules: list[nn.Module], ignored: set[nn.Parameter]) -> list[_Found]:
-    found: dict[nn.Parameter, _Found] = {}
-    for path, module in _managed(modules):
+def find_parameters(modules: list[nn.Module], ignored: set[nn.Parameter], scalars: bool = False) -> list[Found]:
+    """The parameters that a call on ``modules`` takes. ValueError for those that it cannot, of which scalars are unless
+    ``scalars``."""
+    found: dict[nn.Parameter, Found] = {}
+    for path, module in managed_modules(modules):
         for name, param in module._parameters.items():
             if param is None or param in ignored:
                 continue
             if param not in found:
                 full = f"{path}.{name}" if path else name
-                _check_parameter(full, param)
-                found[param] = _Found(full, param)
+                _check_parameter(full, param, scalars)
+                found[param] = Found(full, param)
             found[param].places.append((module, name))
     return list(found.values())
 
 
-def _check_parameter(name: str, param: nn.Parameter) -> None:
+def _check_parameter(name: str, param: nn.Parameter, scalars: bool) -> None:
     owner = _stale_optimizers.owner(param)
-    if owner is not None or (isinstance(param, DTensor) and getattr(param, "_libfsdp_sharded", False)):
+    if owner is not None or getattr(param, "_libfsdp_sharded", False):
         raise ValueError(
             f"parameter '{name}' was sharded already, as '{owner or name}' of another group: modules that share a "
             "parameter must be in one group. Shard them together, fully_shard([a, b]), or through a common parent"
         )
-    if param.dim() == 0:
+    if param.dim() == 0 and not scalars:
         raise ValueError(
             f"fully_shard cannot shard the scalar parameter '{name}'. Change {name} to a 1D tensor with numel equal to "
             "1."
@@ -226,10 +228,10 @@ def _check_parameter(name: str, param: nn.Parameter) -> None:
         raise ValueError(f"fully_shard needs dense parameters; '{name}' is {param.layout}")
 
 
-def _move(modules: list[nn.Module], ignored: set[nn.Parameter], found: list[_Found], device: torch.device) -> None:
+def move_to_device(modules: list[nn.Module], ignored: set[nn.Parameter], found: list[Found], device: torch.device) -> None:
     """To the mesh's device, as torch's does. What is on the meta device stays there."""
     tensors = [each.param for each in found]
-    for _, module in _managed(modules):
+    for _, module in managed_modules(modules):
         tensors += [buffer for buffer in module._buffers.values() if buffer is not None]
     for tensor in tensors:
         if tensor.device != device and tensor.device.type != "meta":
@@ -237,7 +239,7 @@ def _move(modules: list[nn.Module], ignored: set[nn.Parameter], found: list[_Fou
 
 
 def _describe(
-    found: list[_Found], layouts: list[Layout], policy: MixedPrecisionPolicy, reshard: bool | None
+    found: list[Found], layouts: list[Layout], policy: MixedPrecisionPolicy, reshard: bool | None
 ) -> list[str]:
     """What must be the same on all ranks."""
     lines = [
@@ -252,7 +254,7 @@ def _describe(
 # --- what becomes of it -----------------------------------------------------------------------------------------------
 
 
-def _group_of(modules: list[nn.Module], mesh: DeviceMesh, members: list[tuple[_Found, Layout]],
+def _group_of(modules: list[nn.Module], mesh: DeviceMesh, members: list[tuple[Found, Layout]],
               policy: MixedPrecisionPolicy, reshard: bool | int | None) -> FSDPState:
     """Makes one group of parameters that lie over the same ranks. Collective."""
     engine_ranks = engine_mesh(mesh)
@@ -268,7 +270,7 @@ def _group_of(modules: list[nn.Module], mesh: DeviceMesh, members: list[tuple[_F
     homes = []
     for i, (each, layout) in enumerate(members):
         sharded = _sharded_parameter(each.param, group.shard(i), layout, mesh)
-        group.place(i, sharded, [_place(*place) for place in each.places], layout.whole)
+        group.place(i, sharded, [place_of(*place) for place in each.places], layout.whole)
         _stale_optimizers.mark(each.param, each.name)
         module, name = each.places[0]
         homes.append(Home(weakref.ref(module), name, layout.local.shape, layout.local.stride(), layout.whole))
@@ -294,7 +296,7 @@ def _sharded_parameter(param: nn.Parameter, local: torch.Tensor, layout: Layout,
     return sharded
 
 
-def _place(module: nn.Module, name: str) -> tuple[dict, str, Any]:
+def place_of(module: nn.Module, name: str) -> tuple[dict, str, Any]:
     # A class with a __setattr__ of its own keeps track of its parameters (an RNN): it must see every change.
     follows = type(module).__setattr__ is not nn.Module.__setattr__
     return module._parameters, name, weakref.ref(module) if follows else None

@@ -4,18 +4,20 @@ import sys
 from typing import Any
 
 from torch.distributed.fsdp import _fully_shard as torch_package
+from torch.distributed.fsdp import sharded_grad_scaler as torch_scaler
 from torch.distributed.fsdp._fully_shard import _fully_shard as torch_face
 
-from . import _fully_shard, _module
+from . import _fully_shard, _module, sharded_grad_scaler
 
-_OURS: dict[str, Any] = {
-    "fully_shard": _fully_shard.fully_shard,
-    "FSDPModule": _module.FSDPModule,
-    "UnshardHandle": _module.UnshardHandle,
-    "register_fsdp_forward_method": _module.register_fsdp_forward_method,
-    "share_comm_ctx": _module.share_comm_ctx,
-}
-_TORCHS: dict[str, Any] = {name: getattr(torch_package, name) for name in _OURS}
+#: (torch's object, what stands in its place).
+_PAIRS: list[tuple[Any, Any]] = [
+    (torch_package.fully_shard, _fully_shard.fully_shard),
+    (torch_package.FSDPModule, _module.FSDPModule),
+    (torch_package.UnshardHandle, _module.UnshardHandle),
+    (torch_package.register_fsdp_forward_method, _module.register_fsdp_forward_method),
+    (torch_package.share_comm_ctx, _module.share_comm_ctx),
+    (torch_scaler.ShardedGradScaler, sharded_grad_scaler.ShardedGradScaler),
+]
 
 #: Where install() put what: (module, the name there, torch's object).
 _replaced: list[tuple[Any, str, Any]] = []
@@ -27,7 +29,7 @@ def install() -> None:
     does nothing, but for modules that were imported since.
 
     What a library keeps elsewhere (in a default argument, a closure, a class's bases) is not found."""
-    ours = {id(original): _OURS[name] for name, original in _TORCHS.items()}
+    ours = {id(original): mine for original, mine in _PAIRS}
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == "libfsdp" or _is_torchs_implementation(name):
             continue
@@ -43,7 +45,7 @@ def install() -> None:
 def uninstall() -> None:
     """Takes :func:`install` back, where nobody put something else since."""
     for module, key, original in _replaced:
-        if any(getattr(module, key, None) is mine for mine in _OURS.values()):
+        if any(getattr(module, key, None) is mine for _, mine in _PAIRS):
             setattr(module, key, original)
     _replaced.clear()
 

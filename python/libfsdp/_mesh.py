@@ -28,11 +28,9 @@ class _World:
         self._world = _C.World(engine, store, dist.get_rank(), dist.get_world_size(), seconds)
         self._meshes: dict[tuple, _C.Mesh] = {}
 
-    def mesh(self, mesh: DeviceMesh) -> _C.Mesh:
-        names = mesh.mesh_dim_names or tuple(f"dim_{axis}" for axis in range(mesh.ndim))
-        key = (mesh.device_type, tuple(mesh.shape), names, tuple(mesh.mesh.flatten().tolist()))
+    def mesh(self, device: str, shape: tuple[int, ...], names: tuple[str, ...], ranks: tuple[int, ...]) -> _C.Mesh:
+        key = (device, shape, names, ranks)
         if key not in self._meshes:
-            device, shape, names, ranks = key
             self._meshes[key] = self._world.mesh(torch.device(device), list(shape), list(names), list(ranks))
         return self._meshes[key]
 
@@ -60,19 +58,32 @@ def _backend_of(group: dist.ProcessGroup, device_type: str) -> str:
 
 def engine_mesh(mesh: DeviceMesh) -> _C.Mesh:
     """The engine's mesh for torch's. NotImplementedError for a backend that the engine has no channels for."""
-    device = torch.device(mesh.device_type)
-    backend = _backend_of(mesh.get_group(0), mesh.device_type)
+    names = mesh.mesh_dim_names or tuple(f"dim_{axis}" for axis in range(mesh.ndim))
+    ranks = tuple(mesh.mesh.flatten().tolist())
+    return engine_ranks(mesh.device_type, tuple(mesh.shape), names, ranks, mesh.get_group(0))
+
+
+def engine_ranks(device_type: str, shape: tuple[int, ...], names: tuple[str, ...], ranks: tuple[int, ...],
+                 group: dist.ProcessGroup) -> _C.Mesh:
+    """A mesh of the engine over ``ranks`` (row-major), this one included, by the backend of ``group``."""
+    backend = _backend_of(group, device_type)
     engine = _ENGINES.get(backend)
     if engine is None or engine not in _C.engines():
         known = ", ".join(sorted(name for name, engine in _ENGINES.items() if engine in _C.engines()))
         raise NotImplementedError(
-            f"libfsdp has no engine yet for process groups of backend '{backend}' ({mesh}); it works with: {known}"
+            f"libfsdp has no engine yet for process groups of backend '{backend}' (ranks {list(ranks)}); it works "
+            f"with: {known}"
         )
     default = distributed_c10d._get_default_group()
     worlds = _worlds.setdefault(default, {})
     if engine not in worlds:
-        worlds[engine] = _World(engine, default, device)
-    return worlds[engine].mesh(mesh)
+        worlds[engine] = _World(engine, default, torch.device(device_type))
+    return worlds[engine].mesh(device_type, shape, names, ranks)
+
+
+def alone(device_type: str) -> _C.Mesh:
+    """A mesh of this rank alone, for programs without torch.distributed."""
+    return _C.World("auto", None, 0, 1, 1.0).mesh(torch.device(device_type), [1], ["shard"], [0])
 
 
 def default_mesh() -> DeviceMesh:

@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp._common_utils import FSDP_WRAPPED_MODULE
 
 from . import _C
 from ._extension import Extension, is_extended, runs_operators
@@ -67,7 +68,7 @@ class FSDPState:
     Modules hold it and it holds them weakly, so that a dropped model is freed at once.
     """
 
-    def __init__(self, modules: list[nn.Module], mesh: DeviceMesh, engine_mesh: _C.Mesh, group: _C.Group,
+    def __init__(self, modules: list[nn.Module], mesh: DeviceMesh | None, engine_mesh: _C.Mesh, group: _C.Group,
                  homes: list[Home], policy: MixedPrecisionPolicy,
                  reshard_after_forward: bool | int | None):
         self._modules = [weakref.ref(module) for module in modules]
@@ -147,8 +148,7 @@ class FSDPState:
             state._check_locals()
             state.group.rebuild()  # what was replaced since, of whatever dtype and device
             state._extend()
-            if state._auto_reshard:
-                state.group.reshard_after_forward = state not in self.together
+            state._arranged(outermost=state in self.together)
         indices = {state: i for i, state in enumerate(states)}
         around, first = ([indices.get(of.get(state), -1) for state in states] for of in (parents, leaders))
         _C.arrange([state.group for state in states], around, first, self._engine_mesh)
@@ -158,6 +158,11 @@ class FSDPState:
             state._ready = True
         for state in states:
             state._apply_prefetch()
+
+    def _arranged(self, outermost: bool) -> None:
+        """This state is about to be part of a model."""
+        if self._auto_reshard:
+            self.group.reshard_after_forward = not outermost
 
     def _walk(self) -> Iterator[tuple[str, nn.Module, FSDPState]]:
         """(path, module, the innermost state around it) of all modules at and below this state's."""
@@ -343,11 +348,18 @@ class FSDPState:
         self.ready()[0].reduce_held()
 
 
+def below(path: str, name: str) -> str:
+    """The path of a module's child. What a classic wrapper wraps is found where the wrapper is."""
+    if name == FSDP_WRAPPED_MODULE:
+        return path
+    return f"{path}.{name}" if path else name
+
+
 def _visit(path: str, module: nn.Module, enclosing: FSDPState) -> Iterator[tuple[str, nn.Module, FSDPState]]:
     yield path, module, enclosing
     state = state_of(module) or enclosing
     for name, child in module.named_children():
-        yield from _visit(f"{path}.{name}" if path else name, child, state)
+        yield from _visit(below(path, name), child, state)
 
 
 def _add_note(text: str) -> None:

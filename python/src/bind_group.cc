@@ -18,11 +18,21 @@ std::unique_ptr<Group> make_group(std::vector<std::string> names, std::vector<at
                                  flat ? engine::Layout::kFlat : engine::Layout::kRows);
 }
 
-void place(Group& group, size_t i, py::object user, const std::vector<std::tuple<py::dict, py::str, py::object>>& at,
-           py::object wrapper) {
+using PlaceTuple = std::tuple<py::dict, py::str, py::object>;
+
+std::vector<Place> places_of(const std::vector<PlaceTuple>& at) {
   std::vector<Place> places;
   for (const auto& [table, name, follower] : at) places.push_back({table, name, follower});
-  group.place(i, std::move(user), std::move(places), std::move(wrapper));
+  return places;
+}
+
+void place(Group& group, size_t i, py::object user, const std::vector<PlaceTuple>& at, py::object wrapper) {
+  group.place(i, std::move(user), places_of(at), std::move(wrapper));
+}
+
+void hide(Group& group, size_t i, py::object flat, int64_t offset, const PlaceTuple& holder,
+          const std::vector<PlaceTuple>& at) {
+  group.hide(i, std::move(flat), offset, places_of({holder})[0], places_of(at));
 }
 
 /// A switch of the group that other ranks must have alike.
@@ -93,8 +103,12 @@ void bind_group(py::module_& module) {
       .def("__len__", &Group::size)
       .def("shard", &Group::shard, py::arg("i"), "This rank's rows of the i-th parameter; all share one buffer.")
       .def("place", &place, py::arg("i"), py::arg("user"), py::arg("places"), py::arg("wrapper"),
-           "Shows the i-th parameter as `user`, a DTensor parameter, at each (table, name, weak reference or None); "
-           "whole as what `wrapper` makes of it, if that is not None.")
+           "Shows the i-th parameter as `user`, a parameter that is a DTensor or becomes an ordinary tensor over "
+           "shard(i), at each (table, name, weak reference or None); whole as what `wrapper` makes of it, if that is "
+           "not None.")
+      .def("hide", &hide, py::arg("i"), py::arg("flat"), py::arg("offset"), py::arg("holder"), py::arg("places"),
+           "Shows the i-th parameter as the whole alone; users hold `flat`, at `holder`, whose elements from `offset` "
+           "on it is.")
       .def("extend", &Group::extend, py::arg("i"), py::arg("impl"), py::arg("like"),
            "Gathers of the i-th parameter move what `impl` sends, tensors like `like`, and `impl` shows it whole.")
       .def("extended", &Group::extended, py::arg("i"), "Whether the i-th parameter has an extension.")

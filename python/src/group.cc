@@ -7,7 +7,6 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/zeros.h>
 #include <fsdp/error.h>
-#include <torch/csrc/autograd/python_variable.h>
 
 #include "errors.h"
 #include "extension.h"
@@ -53,6 +52,7 @@ void Group::attach() {
 
 void Group::place(size_t i, py::object user, std::vector<Place> places, py::object wrapper) {
   auto& param = *params_.at(i);
+  param.kind = is_dtensor(user) ? ShownParam::Kind::kDTensor : ShownParam::Kind::kSlice;
   param.places = std::move(places);
   param.wrapper = std::move(wrapper);
   param.set_user(std::move(user));
@@ -63,6 +63,15 @@ void Group::extend(size_t i, py::object impl, const std::vector<at::Tensor>& lik
   auto extension = std::make_shared<PyExtension>(param, impl);
   without_gil([&] { group_->set_extension(*param.engine, std::move(extension), like); });
   param.wrapper = std::move(impl);
+}
+
+void Group::hide(size_t i, py::object flat, int64_t offset, Place holder, std::vector<Place> places) {
+  auto& param = *params_.at(i);
+  param.kind = ShownParam::Kind::kHidden;
+  param.offset = offset;
+  param.holder = std::move(holder);
+  param.places = std::move(places);
+  param.set_user(std::move(flat));
 }
 
 void Group::set_name(const std::string& name, const std::vector<std::string>& params) {
@@ -176,7 +185,7 @@ void Group::show_whole() {
 
 void Group::show_sharded() {
   if (!whole_ || !idle() || in_backward_) return;
-  for (auto& param : params_) param->show(param->user);
+  for (auto& param : params_) param->show_sharded();
   whole_ = false;
 }
 
@@ -211,51 +220,23 @@ void Group::reset() {
 
 // --- what the user replaced -----------------------------------------------------------------------------------------
 
-py::object Group::replacement(const ShownParam& param) const {
-  const auto& name = param.engine->name();
-  py::object found = param.user;
-  for (const auto& place : param.places) {
-    auto* now = place.get();
-    if (!now || now == Py_None) {
-      throw InvalidArgument("libfsdp: parameter '" + name + "' was removed from its module after fully_shard");
-    }
-    if (now != param.user.ptr()) {
-      found = py::reinterpret_borrow<py::object>(now);
-      break;
-    }
-  }
-  const auto local = local_of(found, name);
-  const auto spec = found.attr("_spec");
-  const bool lies_alike = spec.attr("mesh").equal(param.spec.attr("mesh")) &&
-                          spec.attr("placements").equal(param.spec.attr("placements")) &&
-                          found.attr("shape").equal(param.user.attr("shape")) &&
-                          THPVariable_Unpack(local.ptr()).sizes() == param.engine->shard().sizes();
-  if (!lies_alike) {
-    throw InvalidArgument("libfsdp: parameter '" + name +
-                          "' was replaced after fully_shard by a DTensor of another shape, mesh or placement: " +
-                          py::str(spec).cast<std::string>() + " where " + py::str(param.spec).cast<std::string>() +
-                          " was expected");
-  }
-  return found;
-}
-
 bool Group::adopt() {
   if (!idle() || whole_) return true;
   std::vector<std::pair<ShownParam*, py::object>> changed;
   for (auto& param : params_) {
     if (param->unchanged()) continue;
-    auto found = replacement(*param);
+    auto found = param->replacement();
     const auto& shard = param->engine->shard();
-    const auto& local = THPVariable_Unpack(local_of(found, param->engine->name()).ptr());
+    const auto local = param->held_of(found);
     if (local.scalar_type() != shard.scalar_type() || local.device() != shard.device()) return false;
     changed.emplace_back(param.get(), std::move(found));
   }
   at::NoGradGuard no_grad;
   for (auto& [param, found] : changed) {
-    auto local = THPVariable_Unpack(local_of(found, param->engine->name()).ptr());
+    const auto local = param->held_of(found);
     if (!local.is_same(param->engine->shard())) param->engine->shard().copy_(local);
-    param->set_user(found);
   }
+  for (auto& [param, found] : changed) param->set_user(found);
   return true;
 }
 
@@ -266,8 +247,8 @@ void Group::rebuild() {
   std::vector<at::Tensor> locals;
   std::vector<engine::NamedParam> stand_ins;
   for (auto& param : params_) {
-    users.push_back(replacement(*param));
-    locals.push_back(THPVariable_Unpack(local_of(users.back(), param->engine->name()).ptr()));
+    users.push_back(param->replacement());
+    locals.push_back(param->held_of(users.back()));
     // Sizes, dtype and device for the new group, and no bytes: the rows are copied below, or kept.
     const auto whole = at::zeros({1}, locals.back().options()).expand(param->engine->sizes());
     stand_ins.push_back({{}, whole, 0, locals.back()});

@@ -35,13 +35,16 @@ class Group {
   /// This rank's rows of the i-th parameter, in the order of the names.
   const at::Tensor& shard(size_t i) const { return params_.at(i)->engine->shard(); }
 
-  /// The i-th parameter is shown as `user`, a DTensor parameter over shard(i), in `places`; see ShownParam for
-  /// `wrapper`.
+  /// The i-th parameter is shown as `user`, a parameter that is a DTensor or becomes an ordinary tensor over shard(i),
+  /// in `places`; see ShownParam for `wrapper`.
   void place(size_t i, py::object user, std::vector<Place> places, py::object wrapper);
   /// Gathers of the i-th parameter move what `impl` sends, tensors like `like`, and `impl` shows it whole: see
   /// PyExtension. Until rebuild() makes the group anew.
   void extend(size_t i, py::object impl, const std::vector<at::Tensor>& like);
   bool extended(size_t i) const { return params_.at(i)->engine->extension() != nullptr; }
+  /// The i-th parameter is not shown but as the whole, in `places`; users hold `flat`, which `holder` shows, and of
+  /// which it is the elements from `offset` on.
+  void hide(size_t i, py::object flat, int64_t offset, Place holder, std::vector<Place> places);
   /// `several`: stands for several modules, which are called one after the other. Then the end of one of them is not
   /// the end of the group's use.
   void set_shared(bool several) { several_ = several; }
@@ -100,7 +103,6 @@ class Group {
   void attach();
   void show_whole();
   void show_in_backward();
-  py::object replacement(const ShownParam& param) const;
   bool idle() const { return uses_ == 0; }
   void adopt_all();
 

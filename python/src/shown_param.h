@@ -19,14 +19,22 @@ struct Place {
   void set(const py::object& value) const;
 };
 
-/// A parameter as Python sees it: the DTensor that modules, optimizers and users hold, and the whole tensor that stands
-/// in its places while its group is unsharded. All members need the GIL, but for the reading of `user` in slots.
+/// A parameter as Python sees it: what modules, optimizers and users hold, and the whole tensor that stands in its
+/// places while its group is unsharded. All members need the GIL, but for the reading of `user` in slots.
 struct ShownParam {
+  enum class Kind {
+    kDTensor,
+    kSlice,   // `user` is an ordinary parameter over the shard
+    kHidden,  // `user` is one parameter for the whole group, over all its shards; the places show the leaf at all times
+  };
+  Kind kind = Kind::kDTensor;
   engine::ShardedParam* engine = nullptr;
-  py::object user;   // nn.Parameter, DTensor
-  py::object spec;   // its DTensorSpec; gradients lie alike
-  py::object local;  // the Python object of engine->shard(): what user._local_tensor is
-  py::object whole;  // the Python object of engine->leaf()
+  py::object user;     // nn.Parameter
+  py::object spec;     // kDTensor: its DTensorSpec; gradients lie alike
+  py::object local;    // the Python object of engine->shard(): what user._local_tensor is
+  py::object whole;    // the Python object of engine->leaf()
+  Place holder;        // kHidden: where `user` is registered, and
+  int64_t offset = 0;  // where this parameter's elements begin in it
   /// Where the parameter is a DTensor of another parallelism too, or has an extension: makes what is shown of the leaf
   /// (_whole_dtensor.py, _extension.py). Else None.
   py::object wrapper = py::none();
@@ -34,17 +42,25 @@ struct ShownParam {
 
   /// Takes `engine`'s tensors: fills local and whole, and gives the engine its slot.
   void attach(engine::ShardedParam& param);
-  /// From now on `parameter`, a DTensor, is what users hold: over the engine's shard, in all places.
+  /// From now on `parameter` is what users hold: over the engine's shard, in all places.
   void set_user(py::object parameter);
-  void show(const py::object& value) const;
+  /// Shows what users hold.
+  void show_sharded() const;
   /// Shows the whole, whether its bytes are there or not.
   void show_whole() const;
-  /// True if the modules and the DTensor are as this group left them.
+  /// True if the modules and what users hold are as this group left them.
   bool unchanged() const;
+  /// What the modules show in the place of `user` now. InvalidArgument if it is gone, or cannot stand for it.
+  py::object replacement() const;
+  /// This rank's elements of `parameter`, which lies as `user` does.
+  at::Tensor held_of(const py::object& parameter) const;
+
+ private:
+  void show(const py::object& value) const;
+  std::unique_ptr<engine::Slot> make_slot() const;
+  bool lies_like_user(const py::object& parameter) const;
 };
 
-/// `dtensor._local_tensor`; InvalidArgument naming `name` if it is no DTensor.
-py::object local_of(const py::handle& dtensor, const std::string& name);
 bool is_dtensor(const py::handle& object);
 
 }  // namespace fsdp::python

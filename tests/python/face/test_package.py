@@ -30,6 +30,7 @@ def test_install_and_uninstall():
         assert fully_shard is libfsdp.fully_shard is composable.fully_shard is library.fully_shard
         assert library.Mixin is libfsdp.FSDPModule is torch_fsdp.FSDPModule
         assert torch.distributed.pipelining.stage.fully_shard is libfsdp.fully_shard
+        assert torch_fsdp.sharded_grad_scaler.ShardedGradScaler is libfsdp.ShardedGradScaler
         import torch.distributed.fsdp._fully_shard as package
 
         assert package.fully_shard is libfsdp.fully_shard
