@@ -3,11 +3,13 @@
 import sys
 from typing import Any
 
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp import _fully_shard as torch_package
 from torch.distributed.fsdp import sharded_grad_scaler as torch_scaler
 from torch.distributed.fsdp._fully_shard import _fully_shard as torch_face
 
 from . import _fully_shard, _module, sharded_grad_scaler
+from ._classic._wrapper import FullyShardedDataParallel
 
 #: (torch's object, what stands in its place).
 _PAIRS: list[tuple[Any, Any]] = [
@@ -16,8 +18,12 @@ _PAIRS: list[tuple[Any, Any]] = [
     (torch_package.UnshardHandle, _module.UnshardHandle),
     (torch_package.register_fsdp_forward_method, _module.register_fsdp_forward_method),
     (torch_package.share_comm_ctx, _module.share_comm_ctx),
+    (TorchFSDP, FullyShardedDataParallel),
     (torch_scaler.ShardedGradScaler, sharded_grad_scaler.ShardedGradScaler),
 ]
+
+#: Modules of torch that keep torch's own.
+_IMPLEMENTATIONS = {torch_face.__name__, TorchFSDP.__module__, "torch.distributed.fsdp._wrap_utils"}
 
 #: Where install() put what: (module, the name there, torch's object).
 _replaced: list[tuple[Any, str, Any]] = []
@@ -51,5 +57,5 @@ def uninstall() -> None:
 
 
 def _is_torchs_implementation(name: str) -> bool:
-    # torch's own fully_shard goes on working for what it sharded.
-    return name == torch_face.__name__ or name.startswith("torch.distributed.fsdp._fully_shard._fsdp_")
+    # torch's own goes on working for what it sharded.
+    return name in _IMPLEMENTATIONS or name.startswith("torch.distributed.fsdp._fully_shard._fsdp_")

@@ -133,6 +133,9 @@ void bind_group(py::module_& module) {
       .def("keep_over", &Group::keep_over, py::arg("ranks"),
            "Between forward and backward, keep the parameters over this many ranks; 0: do not. Collective.")
       .def_property_readonly("name", [](Group& group) { return group.engine().name(); })
+      .def_property_readonly("busy", &Group::busy, "Whether a forward or a backward needs the whole parameters now.")
+      .def_readwrite("lent", &Group::lent,
+                     "While set, modules show something else than the parameters, and adopt() looks away.")
       .def_property_readonly("parameter_names", &Group::parameter_names)
       .def_property_readonly("state", &gather_state, "'sharded', 'gathering' or 'unsharded'.")
       .def("enter", &Group::enter, "A forward begins: gathers, and shows the parameters whole. Nests.")

@@ -221,7 +221,7 @@ void Group::reset() {
 // --- what the user replaced -----------------------------------------------------------------------------------------
 
 bool Group::adopt() {
-  if (!idle() || whole_) return true;
+  if (lent || !idle() || whole_) return true;
   std::vector<std::pair<ShownParam*, py::object>> changed;
   for (auto& param : params_) {
     if (param->unchanged()) continue;

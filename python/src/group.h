@@ -88,7 +88,11 @@ class Group {
   void reshard();
   /// Ends the iteration after an error: collective.
   void reset();
-  /// Makes the modules show DTensors, unless a forward is under way.
+  /// Whether a forward or a backward needs the whole parameters now.
+  bool busy() const { return !idle() || in_backward_; }
+  /// While set, the modules show something else than the group's parameters, and adopt() looks away.
+  bool lent = false;
+  /// Makes the modules show what users hold, unless a forward is under way.
   void show_sharded();
 
   /// Takes over what the user put in the place of parameters or of their local tensors (load with assign, to_empty):

@@ -1,0 +1,161 @@
+"""State dicts of wrapped modules: whole tensors, rows of each, or what a rank holds; under the names of the unwrapped
+model. The wrappers' hooks turn what torch collects into that, and what is loaded back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.fsdp import StateDictType
+from torch.distributed.fsdp._common_utils import FSDP_PREFIX, clean_tensor_name
+from torch.distributed.fsdp._shard_utils import _create_chunk_sharded_tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.utils import _replace_by_prefix
+
+from .._placement import DataParallel, layout_of
+from ._unit import FLAT_PARAM, Piece, Unit
+
+
+class Names:
+    """Names below a wrapper, as they would be without wrappers."""
+
+    def __init__(self, wrapped: nn.Module):
+        self._paths: dict[nn.Module, list[str]] = {}
+        for path, module in wrapped.named_modules(remove_duplicate=False):
+            self._paths.setdefault(module, []).append(path)
+
+    def of(self, module: nn.Module, name: str) -> Iterator[str]:
+        for path in self._paths.get(module, ()):
+            yield clean_tensor_name(f"{path}.{name}" if path else name)
+
+    def of_piece(self, piece: Piece) -> list[str]:
+        return [full for module, name in piece.modules() for full in self.of(module, name)]
+
+
+def attach(wrapper: Any) -> None:
+    wrapper.register_state_dict_post_hook(_after_state_dict)
+    wrapper.register_load_state_dict_pre_hook(_before_load)
+
+
+def _after_state_dict(wrapper: Any, state_dict: dict[str, Any], prefix: str, _metadata: Any) -> None:
+    _replace_by_prefix(state_dict, f"{prefix}{FSDP_PREFIX}", prefix)
+    unit: Unit = wrapper._unit
+    kind, config = wrapper._state_dict_type, wrapper._state_dict_config
+    if kind is not StateDictType.FULL_STATE_DICT and unit.pieces and unit.ranks.shard_group is None:
+        if dist.is_initialized() and unit.ranks.parts != dist.get_world_size(unit.ranks.group):
+            raise RuntimeError(f"{kind} can only be used when parameters are flatten and sharded, not with "
+                               f"{unit.strategy}: use FULL_STATE_DICT")
+    if kind is StateDictType.LOCAL_STATE_DICT:
+        return
+    names = Names(wrapper._fsdp_wrapped_module)
+    buffers = [(f"{prefix}{full}", before) for module, name, before in wrapper._buffers_of()
+               for full in names.of(module, name) if f"{prefix}{full}" in state_dict]
+    state_dict.pop(f"{prefix}{FLAT_PARAM}", None)
+    wholes = _shown(unit) if unit.summoned else unit.whole()
+    drops = getattr(config, "rank0_only", False) and dist.is_initialized() and dist.get_rank() != 0
+    for piece, whole in zip(unit.pieces, wholes):
+        value = whole if kind is StateDictType.FULL_STATE_DICT else rows_of(unit, piece.name, whole)
+        for full in names.of_piece(piece):
+            if drops:
+                state_dict.pop(f"{prefix}{full}", None)
+            else:
+                state_dict[f"{prefix}{full}"] = value.cpu() if config.offload_to_cpu else value
+    for key, before in buffers:
+        if drops:
+            del state_dict[key]
+        else:
+            buffer = state_dict[key].to(before) if before is not None else state_dict[key]
+            state_dict[key] = buffer.cpu() if config.offload_to_cpu else buffer
+
+
+def _shown(unit: Unit) -> list[torch.Tensor]:
+    return [next(module._parameters[name] for module, name in piece.modules()).detach().clone()
+            for piece in unit.pieces]
+
+
+def rows_of(unit: Unit, name: str, whole: torch.Tensor) -> torch.Tensor:
+    """This rank's rows, as a DTensor where the wrapper was given a mesh, else as a ShardedTensor. A scalar stays as it
+    is."""
+    ranks = unit.ranks
+    if whole.dim() == 0:
+        return whole
+    if ranks.group is None:
+        raise RuntimeError("libfsdp: sharded state dicts are for programs with torch.distributed: call "
+                           "init_process_group, or use FULL_STATE_DICT")
+    if ranks.device_mesh is None:
+        return _create_chunk_sharded_tensor(whole, ranks.part, ranks.parts, ranks.parts, ranks.group)
+    spec = layout_of(name, whole, DataParallel(ranks.device_mesh), lambda param: None).sharded
+    rows = whole.chunk(ranks.parts)[ranks.part].clone() if ranks.part < len(whole.chunk(ranks.parts)) else (
+        whole.new_empty(0, *whole.shape[1:]))
+    return DTensor(rows, spec, requires_grad=False)
+
+
+def whole_of(value: Any) -> Any:
+    """A value of a state dict of any shape, whole. Collective where ranks hold parts of it."""
+    if isinstance(value, DTensor):
+        return value.full_tensor()
+    if not isinstance(value, ShardedTensor):
+        return value
+    group = value._process_group
+    shards = value.metadata().shards_metadata
+    world = dist.get_world_size(group)
+    lengths = [0] * world
+    for shard in shards:
+        lengths[shard.placement.rank()] += _numel(shard.shard_sizes)
+    dtype = value.metadata().tensor_properties.dtype
+    mine = torch.zeros(max(lengths), dtype=dtype)
+    at = 0
+    for local in value.local_shards():
+        mine[at : at + local.tensor.numel()] = local.tensor.reshape(-1)
+        at += local.tensor.numel()
+    parts = torch.empty(world * max(lengths), dtype=dtype)
+    dist.all_gather_single(parts.view(torch.uint8), mine.view(torch.uint8), group=group)
+    whole = torch.empty(value.size(), dtype=dtype)
+    begins = [rank * max(lengths) for rank in range(world)]
+    for shard in shards:
+        rank, numel = shard.placement.rank(), _numel(shard.shard_sizes)
+        place = tuple(slice(offset, offset + size) for offset, size in zip(shard.shard_offsets, shard.shard_sizes))
+        whole[place] = parts[begins[rank] : begins[rank] + numel].view(shard.shard_sizes)
+        begins[rank] += numel
+    return whole
+
+
+def _numel(sizes: list[int]) -> int:
+    return torch.Size(sizes).numel()
+
+
+def _before_load(wrapper: Any, state_dict: dict[str, Any], prefix: str, _metadata: Any, _strict: bool,
+                 missing: list[str], _unexpected: list[str], errors: list[str]) -> None:
+    inner = f"{prefix}{FSDP_PREFIX}"
+    _replace_by_prefix(state_dict, prefix, inner)
+    if wrapper._state_dict_type is StateDictType.LOCAL_STATE_DICT:
+        return
+    unit: Unit = wrapper._unit
+    names = Names(wrapper._fsdp_wrapped_module)
+    line = unit.line().clone() if unit.flat_param is not None and not unit.summoned else None
+    for i, piece in enumerate(unit.pieces):
+        keys = [f"{inner}{full}" for full in names.of_piece(piece)]
+        there = [key for key in keys if key in state_dict]
+        if line is not None:
+            missing += [clean_tensor_name(key) for key in keys if key not in state_dict]
+        for key in there:
+            whole = whole_of(state_dict.pop(key) if line is not None else state_dict[key])
+            if unit.summoned:
+                state_dict[key] = whole
+                continue
+            if whole.shape != piece.shape:
+                errors.append(f"size mismatch for {clean_tensor_name(key)}: copying a param with shape {whole.shape} "
+                              f"from checkpoint, the shape in current model is {piece.shape}.")
+                value = unit.group.shard(i)
+            else:
+                value = piece.cut(whole)
+            if line is None:
+                state_dict[key] = value
+            else:
+                unit.stretch(line, piece).copy_(value)
+    if line is not None:
+        state_dict[f"{inner}{FLAT_PARAM}"] = line

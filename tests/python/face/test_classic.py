@@ -1,0 +1,521 @@
+"""FullyShardedDataParallel against the unsharded model: what it computes."""
+
+import copy
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from libfsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    ShardingStrategy,
+    fully_shard,
+)
+from libfsdp.wrap import ModuleWrapPolicy, always_wrap_policy, enable_wrap, size_based_auto_wrap_policy, wrap
+from models import MODELS, WIDTH, Block, Stack, batches, loss_of, make
+from parity import assert_close, full
+from ranks import on_ranks
+
+STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
+
+
+def wrapped(model, **options):
+    """Every block, then the whole."""
+    blocks = model.blocks
+    for i in range(len(blocks)):
+        blocks[i] = FullyShardedDataParallel(blocks[i], **options)
+    return FullyShardedDataParallel(model, **options)
+
+
+def whole_parameters(model):
+    with FullyShardedDataParallel.summon_full_params(model, writeback=False):
+        return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+def compare(plain, model, rank, world, steps=3, optimizer=torch.optim.AdamW, micro_batches=1, **tolerance):
+    """Trains both; losses, gradient norms and parameters must agree."""
+    optimizers = [optimizer(each.parameters(), 0.02) for each in (plain, model)]
+    for step in range(steps):
+        for micro in range(micro_batches):
+            inputs = batches(world, micro_batches * step + micro)
+            expected = [loss_of(plain(x)) for x in inputs]
+            (sum(expected) / world).backward()
+            if micro < micro_batches - 1:
+                with model.no_sync():
+                    loss = loss_of(model(inputs[rank]))
+                    loss.backward()
+            else:
+                loss = loss_of(model(inputs[rank]))
+                loss.backward()
+            assert_close(loss, expected[rank], f"loss of step {step}", **tolerance)
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        assert_close(model.clip_grad_norm_(0.5), norm, f"norm of step {step}", **tolerance)
+        for each in optimizers:
+            each.step()
+            each.zero_grad()
+    found = whole_parameters(model)
+    expected = dict(plain.named_parameters())
+    assert found.keys() == expected.keys()
+    for name, param in found.items():
+        assert_close(param, expected[name], name, **tolerance)
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("name", sorted(set(MODELS) - {"frozen"}))
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_models(rank, world, name, use_orig_params):
+    plain = make(name)
+    compare(plain, wrapped(copy.deepcopy(plain), use_orig_params=use_orig_params), rank, world,
+            optimizer=torch.optim.SGD)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_strategies(rank, world, strategy, use_orig_params, micro_batches):
+    plain = Stack()
+    model = wrapped(copy.deepcopy(plain), sharding_strategy=ShardingStrategy[strategy],
+                    use_orig_params=use_orig_params)
+    compare(plain, model, rank, world, micro_batches=micro_batches)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
+@pytest.mark.parametrize("by", ["mesh", "groups"])
+def test_hybrid(rank, world, strategy, by):
+    plain = Stack()
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    ranks = {"device_mesh": mesh} if by == "mesh" else {"process_group": (mesh.get_group(1), mesh.get_group(0))}
+    model = wrapped(copy.deepcopy(plain), sharding_strategy=ShardingStrategy[strategy], use_orig_params=True, **ranks)
+    compare(plain, model, rank, world, micro_batches=2)
+
+
+@on_ranks(2)
+def test_hybrid_of_one_shard(rank, world):
+    """cases.md, row 11."""
+    linear = nn.Linear(1, 2, bias=False)
+    nn.init.ones_(linear.weight)
+    mesh = dist.init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    model = FullyShardedDataParallel(linear, sharding_strategy=ShardingStrategy.HYBRID_SHARD, device_mesh=mesh,
+                                     use_orig_params=True)
+    model(torch.full((1, 1), rank + 1.0)).sum().backward()
+    assert linear.weight.grad.tolist() == [1.5, 1.5]
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x):
+        return x * self.scale * self.weight
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_scalar_parameter(rank, world, use_orig_params):
+    """cases.md, row 15."""
+    model = FullyShardedDataParallel(Scaled(), use_orig_params=use_orig_params)
+    model(torch.ones(4)).sum().backward()
+    if use_orig_params:
+        with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
+            assert model.module.scale.grad.item() == 4.0
+            assert model.module.weight.grad.tolist() == [2.0] * 4
+    else:
+        assert model._flat_param.grad.tolist() == [[2.0, 2.0, 2.0], [2.0, 4.0]][rank]
+
+
+@on_ranks(2)
+def test_frozen(rank, world):
+    plain = make("frozen")
+    compare(plain, wrapped(copy.deepcopy(plain), use_orig_params=True), rank, world)
+    with pytest.raises(ValueError, match="uniform `requires_grad`"):
+        FullyShardedDataParallel(make("frozen"))
+
+
+@on_ranks(2)
+def test_parameters_between_steps(rank, world):
+    linear = nn.Linear(3, 3)
+    weight, bias = linear.weight, linear.bias
+    before = weight.detach().clone()
+    model = FullyShardedDataParallel(linear, use_orig_params=True)
+    assert model.module.weight is weight and model.module.bias is bias
+    assert [name for name, _ in model.named_parameters()] == [
+        "_fsdp_wrapped_module.weight", "_fsdp_wrapped_module.bias"]
+    assert (weight.shape, bias.shape) == [((6,), (0,)), ((3,), (3,))][rank]
+    assert torch.equal(weight, before.flatten()[:6] if rank == 0 else before.flatten()[6:])
+    model(torch.ones(1, 3)).sum().backward()
+    assert weight.grad.shape == weight.shape
+    assert (bias.grad is None) == (rank == 0)
+    flat = FullyShardedDataParallel(nn.Linear(3, 3))
+    assert [name for name, _ in flat.named_parameters()] == ["_fsdp_wrapped_module._flat_param"]
+    assert flat._flat_param.shape == (6,)
+    flat(torch.ones(1, 3)).sum().backward()
+    assert flat._flat_param.grad.shape == (6,)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_optimizer_built_before(rank, world, use_orig_params):
+    """It steps where parameters stay, and says so where they do not."""
+    plain = Stack()
+    inner = copy.deepcopy(plain)
+    optimizer = torch.optim.SGD(inner.parameters(), 0.1)
+    model = wrapped(inner, use_orig_params=use_orig_params)
+    loss_of(model(batches(world, 0)[rank])).backward()
+    if not use_orig_params:
+        with pytest.raises(ValueError, match="was built before"):
+            optimizer.step()
+        return
+    optimizer.step()
+    sum(loss_of(plain(x)) / world for x in batches(world, 0)).backward()
+    torch.optim.SGD(plain.parameters(), 0.1).step()
+    for name, param in whole_parameters(model).items():
+        assert_close(param, plain.get_parameter(name), name)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("prefetch", [BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST, None])
+def test_prefetch(rank, world, prefetch):
+    plain = Stack()
+    model = wrapped(copy.deepcopy(plain), backward_prefetch=prefetch, forward_prefetch=True, limit_all_gathers=False,
+                    cpu_offload=CPUOffload(True), use_orig_params=True)
+    compare(plain, model, rank, world)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_strategies_and_memory(rank, world, use_orig_params):
+    """FULL_SHARD frees what SHARD_GRAD_OP keeps between forward and backward."""
+    kept = {}
+    for strategy in ("FULL_SHARD", "SHARD_GRAD_OP"):
+        model = wrapped(Stack(), sharding_strategy=ShardingStrategy[strategy], use_orig_params=use_orig_params)
+        for step in range(2):
+            loss = loss_of(model(batches(world, step)[rank]))
+            kept[strategy] = [unit.group.state for unit in (block._unit for block in model.blocks)]
+            loss.backward()
+        assert model._unit.group.stats["unsharded_param_bytes"] == 0
+    assert kept == {"FULL_SHARD": ["sharded"] * 3, "SHARD_GRAD_OP": ["unsharded"] * 3}
+
+
+# --- which modules ----------------------------------------------------------------------------------------------------
+
+
+def wrapped_names(model):
+    return {name.replace("_fsdp_wrapped_module.", "").replace("_fsdp_wrapped_module", "")
+            for name, module in model.named_modules() if isinstance(module, FullyShardedDataParallel)}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("policy, expected", [
+    (ModuleWrapPolicy({Block}), {"", "blocks.0", "blocks.1", "blocks.2"}),
+    (functools.partial(size_based_auto_wrap_policy, min_num_params=150), {""}),
+    (always_wrap_policy, None),
+], ids=["classes", "size", "always"])
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_auto_wrap(rank, world, policy, expected, use_orig_params):
+    plain = Stack()
+    model = FullyShardedDataParallel(copy.deepcopy(plain), auto_wrap_policy=policy, use_orig_params=use_orig_params)
+    if expected is None:
+        assert {"", "head", "blocks.0", "blocks.0.up"} <= wrapped_names(model)
+    else:
+        assert wrapped_names(model) == expected
+    assert len(FullyShardedDataParallel.fsdp_modules(model)) == len(wrapped_names(model))
+    assert FullyShardedDataParallel.fsdp_modules(model, root_only=True) == [model]
+    compare(plain, model, rank, world, steps=2)
+    assert [each.check_is_root() for each in FullyShardedDataParallel.fsdp_modules(model)].count(True) == 1
+
+
+@on_ranks(2)
+def test_manual_wrap(rank, world):
+    plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    with enable_wrap(wrapper_cls=FullyShardedDataParallel, use_orig_params=True):
+        model = wrap(nn.Sequential(wrap(copy.deepcopy(plain[0])), nn.Tanh(), wrap(copy.deepcopy(plain[2]))))
+    assert wrapped_names(model) == {"", "0", "2"}
+    compare(plain, model, rank, world, steps=2)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("by", ["modules", "states of modules", "states of parameters"])
+def test_ignored(rank, world, by):
+    plain = Stack()
+    inner = copy.deepcopy(plain)
+    ignored = [inner.blocks[1]]
+    options = {"modules": {"ignored_modules": ignored}, "states of modules": {"ignored_states": ignored},
+               "states of parameters": {"ignored_states": list(ignored[0].parameters())}}[by]
+    model = FullyShardedDataParallel(inner, use_orig_params=True, **options)
+    assert inner.blocks[1].up.weight.shape == plain.blocks[1].up.weight.shape
+    assert inner.blocks[0].up.weight.dim() == 1
+    inputs = batches(world, 0)
+    assert_close(model(inputs[rank]), plain(inputs[rank]), "output")
+
+
+# --- where values come from -------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("init", [None, "param_init_fn"])
+def test_meta_device(rank, world, init):
+    with torch.device("meta"):
+        module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+    def ones(module):
+        module.to_empty(device="cpu", recurse=False)
+        for param in module.parameters(recurse=False):
+            nn.init.ones_(param)
+
+    torch.manual_seed(3)
+    model = FullyShardedDataParallel(module, param_init_fn=ones if init else None, use_orig_params=True)
+    torch.manual_seed(3)
+    expected = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for (name, param), plain in zip(whole_parameters(model).items(), expected.parameters()):
+        assert param.equal(torch.ones_like(param) if init else plain.detach()), name
+
+
+class Counted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.register_buffer("count", torch.arange(4), persistent=False)
+
+
+@on_ranks(2)
+def test_meta_buffer_that_nobody_fills(rank, world):
+    """cases.md, row 12."""
+    with torch.device("meta"):
+        module = Counted()
+    with pytest.raises(ValueError, match="'count'"):
+        FullyShardedDataParallel(module)
+
+
+@on_ranks(2)
+def test_sync_module_states(rank, world):
+    torch.manual_seed(rank)
+    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    module[1].running_mean.fill_(rank)
+    torch.manual_seed(0)
+    expected = nn.Linear(3, 4)
+    model = FullyShardedDataParallel(module, sync_module_states=True)
+    with FullyShardedDataParallel.summon_full_params(model):
+        assert module[0].weight.equal(expected.weight)
+    assert module[1].running_mean.eq(0).all()
+
+
+# --- precision --------------------------------------------------------------------------------------------------------
+
+
+class Seen(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("shift", torch.zeros(WIDTH))
+        self.seen = {}
+
+    def forward(self, x):
+        self.seen = {"input": x.dtype, "weight": self.linear.weight.dtype, "buffer": self.shift.dtype}
+        return self.linear(x.to(self.linear.weight.dtype)) + self.shift
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("cast_root, cast_inner", [(True, False), (False, True), (False, False)])
+def test_mixed_precision(rank, world, use_orig_params, cast_root, cast_inner):
+    bf16, fp32 = torch.bfloat16, torch.float32
+    precision = MixedPrecision(param_dtype=bf16, reduce_dtype=fp32, buffer_dtype=torch.float64,
+                               cast_forward_inputs=cast_inner, cast_root_forward_inputs=cast_root)
+    inner, outer = Seen(), Seen()
+    options = {"mixed_precision": precision, "use_orig_params": use_orig_params}
+    model = FullyShardedDataParallel(nn.Sequential(FullyShardedDataParallel(inner, **options), nn.Tanh(), outer),
+                                     **options)
+    output = model(torch.ones(2, WIDTH))
+    assert inner.seen == {"input": bf16 if cast_root or cast_inner else fp32, "weight": bf16, "buffer": torch.float64}
+    output.sum().backward()
+    for param in model.parameters():
+        assert param.dtype == fp32
+        assert param.grad is None or param.grad.dtype == fp32
+    assert model.state_dict()["2.shift"].dtype == fp32
+    assert all(param.dtype == fp32 for param in whole_parameters(model).values())
+
+
+@on_ranks(2)
+def test_low_precision_trains(rank, world):
+    plain = Stack()
+    precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = FullyShardedDataParallel(copy.deepcopy(plain), auto_wrap_policy=ModuleWrapPolicy({Block}),
+                                     mixed_precision=precision)
+    compare(plain, model, rank, world, optimizer=torch.optim.SGD, rtol=0.03, atol=0.03)
+
+
+# --- by hand ----------------------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("writeback", [True, False])
+def test_summon_full_params(rank, world, use_orig_params, writeback):
+    plain = Stack()
+    model = wrapped(copy.deepcopy(plain), use_orig_params=use_orig_params)
+    inputs = batches(world, 0)[rank]
+    before = model(inputs)
+    with FullyShardedDataParallel.summon_full_params(model, writeback=writeback):
+        assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain.named_parameters()]
+        for (name, param), expected in zip(model.named_parameters(), plain.parameters()):
+            assert param.equal(expected), name
+        with pytest.raises(RuntimeError, match="summon_full_params"):
+            model(inputs)
+        with torch.no_grad():
+            assert_close(model(inputs), before, "output inside")
+            for param in model.parameters():
+                param.mul_(2)
+    if writeback:
+        with torch.no_grad():
+            for param in plain.parameters():
+                param.mul_(2)
+    assert_close(model(inputs), plain(inputs), "output after")
+    compare(plain, model, rank, world, steps=1)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_summon_the_outermost_alone(rank, world, use_orig_params):
+    plain = Stack()
+    model = wrapped(copy.deepcopy(plain), use_orig_params=use_orig_params)
+    inputs = batches(world, 0)[rank]
+    model(inputs)
+    with FullyShardedDataParallel.summon_full_params(model, recurse=False), torch.no_grad():
+        assert model.module.head.weight.equal(plain.head.weight)
+        assert use_orig_params != hasattr(model.module.blocks[0], "_flat_param")
+        assert_close(model(inputs), plain(inputs), "output")
+    compare(plain, model, rank, world, steps=1)
+
+
+@on_ranks(2)
+def test_summon_on_the_first_rank(rank, world):
+    model = wrapped(Stack(), use_orig_params=True)
+    with FullyShardedDataParallel.summon_full_params(model, writeback=False, rank0_only=True, offload_to_cpu=True):
+        dims = {name: param.dim() for name, param in model.named_parameters()}
+    assert dims["head.weight"] == (2 if rank == 0 else 1)
+    with pytest.raises(NotImplementedError, match="rank0_only"):
+        with FullyShardedDataParallel.summon_full_params(model, rank0_only=True):
+            pass
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_apply(rank, world, use_orig_params):
+    model = wrapped(Stack(), use_orig_params=use_orig_params)
+
+    @torch.no_grad()
+    def init(module):
+        if isinstance(module, nn.Linear):
+            module.weight.copy_(torch.arange(module.weight.numel()).view(module.weight.shape))
+
+    model.apply(init)
+    for name, param in whole_parameters(model).items():
+        if param.dim() == 2 and not name.endswith("scale"):
+            assert param.flatten().tolist() == list(range(param.numel())), name
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_another_dtype(rank, world, use_orig_params):
+    plain = Stack()
+    model = wrapped(copy.deepcopy(plain), use_orig_params=use_orig_params)
+    plain.double()
+    model(batches(world, 0)[rank])
+    model.double()
+    inputs = batches(world, 0, torch.float64)
+    assert_close(model(inputs[rank]), plain(inputs[rank]), "output", rtol=1e-6, atol=1e-6)
+
+
+@on_ranks(2)
+def test_only_the_outermost(rank, world):
+    model = wrapped(Stack(), use_orig_params=True)
+    model(batches(world, 0)[rank])
+    assert model.check_is_root() and not model.blocks[0].check_is_root()
+    with pytest.raises(RuntimeError, match="root"):
+        with model.blocks[0].no_sync():
+            pass
+    with pytest.raises(RuntimeError, match="root"):
+        model.blocks[0].clip_grad_norm_(1.0)
+
+
+@on_ranks(2)
+def test_comm_hook(rank, world):
+    plain = Stack()
+    model = wrapped(copy.deepcopy(plain), use_orig_params=True)
+    calls = []
+
+    def hook(state, gradients, output):
+        state.append(gradients.numel())
+        dist.reduce_scatter_tensor(output, gradients / world)
+
+    model.register_comm_hook(calls, hook)
+    with pytest.raises(AssertionError, match="already registered"):
+        model.register_comm_hook(calls, hook)
+    compare(plain, model, rank, world, steps=2)
+    assert len(calls) == 8
+
+
+@on_ranks(2)
+def test_two_forwards_before_two_backwards(rank, world):
+    plain = Stack()
+    model = wrapped(copy.deepcopy(plain), use_orig_params=True)
+    first, second = batches(world, 0), batches(world, 1)
+    losses = [loss_of(model(first[rank])), loss_of(model(second[rank]))]
+    for loss in reversed(losses):
+        loss.backward()
+    sum(loss_of(plain(x)) / world for x in (*first, *second)).backward()
+    with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
+        for name, param in model.named_parameters():
+            assert_close(param.grad, plain.get_parameter(name).grad, name)
+
+
+@on_ranks(2)
+def test_inside_fully_shard(rank, world):
+    plain = Stack()
+    model = copy.deepcopy(plain)
+    for i in range(3):
+        model.blocks[i] = FullyShardedDataParallel(model.blocks[i], use_orig_params=True)
+    fully_shard(model)
+    inputs = batches(world, 0)
+    loss_of(model(inputs[rank])).backward()
+    sum(loss_of(plain(x)) / world for x in inputs).backward()
+    assert_close(full(model.head.weight.grad), plain.head.weight.grad, "head")
+
+
+def test_without_a_process_group():
+    plain = Stack()
+    model = wrapped(copy.deepcopy(plain))
+    compare(plain, model, 0, 1)
+
+
+@on_ranks(2)
+def test_refusals(rank, world):
+    mesh = dist.init_device_mesh("cpu", (2,))
+    for error, match, options in [
+        (ValueError, "both process_group and device_mesh", {"process_group": dist.group.WORLD, "device_mesh": mesh}),
+        (ValueError, "Manual wrapping with HYBRID_SHARD", {"sharding_strategy": ShardingStrategy.HYBRID_SHARD}),
+        (ValueError, "2 dimensions", {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "device_mesh": mesh}),
+        (ValueError, "both ignored_modules and ignored_states", {"ignored_modules": [], "ignored_states": []}),
+        (TypeError, "iterable of `torch.nn.Module`s", {"ignored_modules": [1]}),
+        (NotImplementedError, "keep_low_precision_grads",
+         {"mixed_precision": MixedPrecision(torch.bfloat16, keep_low_precision_grads=True)}),
+    ]:
+        with pytest.raises(error, match=match):
+            FullyShardedDataParallel(nn.Linear(2, 2), **options)
+    with pytest.raises(ValueError, match="one dtype"):
+        FullyShardedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()))
+    model = FullyShardedDataParallel(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="already"):
+        FullyShardedDataParallel(nn.Sequential(model), auto_wrap_policy=always_wrap_policy)
+    unlike = nn.Linear(2, 2 + rank)
+    with pytest.raises(ValueError, match="differs|rank"):
+        FullyShardedDataParallel(unlike)
