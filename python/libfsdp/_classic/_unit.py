@@ -14,7 +14,7 @@ from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision, MixedPrecis
 
 from .. import _C, _stale_optimizers
 from .._fully_shard import Found, place_of
-from .._state import FSDPState, state_of
+from .._state import FSDPState, Home, state_of
 from ._buffers import CastBuffers
 from ._ranks import Ranks
 
@@ -77,8 +77,9 @@ class Unit(FSDPState):
                                       cast_forward_inputs=mixed_precision.cast_forward_inputs)
         keeps = strategy in (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2,
                              ShardingStrategy.NO_SHARD)
-        super().__init__([wrapper], ranks.device_mesh, ranks.engine, group, [each.places[0] for each in found], policy,
-                         False if keeps else None)
+        homes = [Home(weakref.ref(each.places[0][0]), each.places[0][1], each.param.shape, each.param.stride(), None)
+                 for each in found]
+        super().__init__([wrapper], ranks.device_mesh, ranks.engine, group, homes, policy, False if keeps else None)
         if backward_prefetch is None:
             self._prefetch[True] = []
         for i, each in enumerate(found):
@@ -107,7 +108,8 @@ class Unit(FSDPState):
             raise ValueError("Must flatten tensors with uniform `requires_grad` when `use_orig_params=False`, got "
                              f"{named}; wrap them apart, or pass use_orig_params=True")
         flat = nn.Parameter(torch.empty(0, dtype=found[0].param.dtype), requires_grad=trains.pop())
-        flat._is_flat_param = True
+        # Read by torch.distributed.checkpoint under torch's names.
+        flat._is_flat_param, flat._fqns = True, [piece.name for piece in self.pieces]
         for each in found:
             for module, name in each.places:
                 del module._parameters[name]

@@ -391,7 +391,7 @@ def test_summon_the_outermost_alone(rank, world, use_orig_params):
     model(inputs)
     with FullyShardedDataParallel.summon_full_params(model, recurse=False), torch.no_grad():
         assert model.module.head.weight.equal(plain.head.weight)
-        assert use_orig_params != hasattr(model.module.blocks[0], "_flat_param")
+        assert not model.blocks[0]._unit.summoned
         assert_close(model(inputs), plain(inputs), "output")
     compare(plain, model, rank, world, steps=1)
 
