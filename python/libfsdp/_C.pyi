@@ -133,10 +133,23 @@ class Group:
         A backward from these gathers the group.
         """
     @property
+    def busy(self) -> bool:
+        """
+        Whether a forward or a backward needs the whole parameters now.
+        """
+    @property
     def divide_factor(self) -> float:
         ...
     @divide_factor.setter
     def divide_factor(self, arg1: typing.SupportsFloat | typing.SupportsIndex) -> None:
+        ...
+    @property
+    def lent(self) -> bool:
+        """
+        While set, modules show something else than the parameters, and adopt() looks away.
+        """
+    @lent.setter
+    def lent(self, arg0: bool) -> None:
         ...
     @property
     def name(self) -> str:

@@ -214,7 +214,8 @@ def find_parameters(modules: list[nn.Module], ignored: set[nn.Parameter], scalar
 
 def _check_parameter(name: str, param: nn.Parameter, scalars: bool) -> None:
     owner = _stale_optimizers.owner(param)
-    if owner is not None or getattr(param, "_libfsdp_sharded", False):
+    taken = getattr(param, "_libfsdp_sharded", False) or getattr(param, "_libfsdp_slice", False)
+    if owner is not None or taken:
         raise ValueError(
             f"parameter '{name}' was sharded already, as '{owner or name}' of another group: modules that share a "
             "parameter must be in one group. Shard them together, fully_shard([a, b]), or through a common parent"

@@ -74,8 +74,8 @@ def materialise(module: nn.Module, ignored_modules: set[nn.Module], init: Callab
                 continue
             if not hasattr(each, "reset_parameters"):
                 raise ValueError(
-                    f"libfsdp: {type(each).__name__} '{path}' has {[name for name, _ in _own(each)]} on the meta device "
-                    "and no reset_parameters(): pass param_init_fn, or give it one"
+                    f"libfsdp: {type(each).__name__} '{path}' has {[name for name, _ in _own(each)]} on the meta "
+                    "device and no reset_parameters(): pass param_init_fn, or give it one"
                 )
             each.to_empty(device=device, recurse=False)
             each.reset_parameters()

@@ -20,7 +20,7 @@ HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 class Ranks:
     """The ranks of one wrapped module, as torch and as the engine know them."""
 
-    #: All data-parallel ranks, or those of the shard axis where the strategy is hybrid. None: without torch.distributed.
+    #: All data-parallel ranks, or those of the shard axis where the strategy is hybrid; None without torch.distributed.
     group: dist.ProcessGroup | None
     #: The ranks that hold the same shard as this one, where the strategy is hybrid.
     replicas: dist.ProcessGroup | None

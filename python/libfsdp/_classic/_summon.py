@@ -56,9 +56,12 @@ def _one(unit: Unit, writeback: bool, rank0_only: bool, offload_to_cpu: bool, wi
     try:
         yield
     finally:
-        _write_back(unit, wholes, gradients, held, writeback or unit.ranks.parts == 1)
-        _hide(unit, held, leaves)
-        unit.group.lent = False
+        try:
+            # One copy is all there is without shards: as with torch's, writes to it stay.
+            _write_back(unit, gradients, held, writeback or unit.ranks.parts == 1)
+        finally:
+            _hide(unit, held, leaves)
+            unit.group.lent = False
 
 
 #: A module, the name of a parameter in it, and what it shows there while it is not summoned.
@@ -82,8 +85,8 @@ def _show(unit: Unit, wholes: list[torch.Tensor], gradients: list[torch.Tensor |
     return leaves
 
 
-def _write_back(unit: Unit, wholes: list[torch.Tensor], gradients: list[torch.Tensor | None],
-                held: list[torch.Tensor | None], writeback: bool) -> None:
+def _write_back(unit: Unit, gradients: list[torch.Tensor | None], held: list[torch.Tensor | None],
+                writeback: bool) -> None:
     for i, piece in enumerate(unit.pieces):
         shown = next(module._parameters[name] for module, name in piece.modules())
         if shown.shape != piece.shape:

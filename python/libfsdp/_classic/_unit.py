@@ -94,7 +94,7 @@ class Unit(FSDPState):
         piece, param = self.pieces[i], found.param
         gradient, param.grad = param.grad, None
         piece.param = param
-        param._libfsdp_sharded = True
+        param._libfsdp_slice = True
         self.group.place(i, param, [place_of(*place) for place in found.places], None)
         if gradient is not None:
             param.grad = piece.cut(gradient).clone()

@@ -48,8 +48,8 @@ _CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictCo
 
 
 class FullyShardedDataParallel(TorchFSDP):
-    """Wraps ``module``, and shards its parameters that no wrapper inside took. Collective. On any device that the engine
-    knows; without torch.distributed, over this rank alone.
+    """Wraps ``module``, and shards its parameters that no wrapper inside took. Collective. On any device that the
+    engine knows; without torch.distributed, over this rank alone.
 
     A subclass of torch's, whose arguments it takes and of which it overrides every method.
 
@@ -159,7 +159,7 @@ class FullyShardedDataParallel(TorchFSDP):
         self._use_orig_params = use_orig_params
         self._comm_hook: Any = None
 
-    # --- the module -----------------------------------------------------------------------------------------------------
+    # --- the module ---------------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Of the wrapped module. Parameters are whole inside of it, inputs cast as ``mixed_precision`` says."""
@@ -243,7 +243,7 @@ class FullyShardedDataParallel(TorchFSDP):
                               with_grads):
             yield
 
-    # --- training -------------------------------------------------------------------------------------------------------
+    # --- training -----------------------------------------------------------------------------------------------------
 
     def _as_root(self, what: str) -> list[Unit]:
         if not self.check_is_root():
@@ -293,7 +293,7 @@ class FullyShardedDataParallel(TorchFSDP):
             unit.group.set_custom_reduce_scatter(CommHook(state, hook), unit.ranks.group)
             unit.group.divide_factor = 1.0
 
-    # --- state dicts ----------------------------------------------------------------------------------------------------
+    # --- state dicts --------------------------------------------------------------------------------------------------
 
     @staticmethod
     def set_state_dict_type(module: nn.Module, state_dict_type: StateDictType,
@@ -371,7 +371,7 @@ class FullyShardedDataParallel(TorchFSDP):
             optim.load_state_dict(mine)
         return mine
 
-    # --- older names of the two --------------------------------------------------------------------------------------------
+    # --- older names of the two ---------------------------------------------------------------------------------------
 
     @staticmethod
     def full_optim_state_dict(model: nn.Module, optim: torch.optim.Optimizer, optim_input: Any = None,

@@ -479,6 +479,15 @@ def test_two_forwards_before_two_backwards(rank, world):
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_shared_between_wrappers(rank, world, use_orig_params):
+    model = make("tied")
+    model.out = FullyShardedDataParallel(model.out, use_orig_params=use_orig_params)
+    with pytest.raises(ValueError, match="sharded already"):
+        FullyShardedDataParallel(model, use_orig_params=use_orig_params)
+
+
+@on_ranks(2)
 def test_inside_fully_shard(rank, world):
     plain = Stack()
     model = copy.deepcopy(plain)
@@ -489,6 +498,9 @@ def test_inside_fully_shard(rank, world):
     loss_of(model(inputs[rank])).backward()
     sum(loss_of(plain(x)) / world for x in inputs).backward()
     assert_close(full(model.head.weight.grad), plain.head.weight.grad, "head")
+    for each in (plain, model):  # slices and DTensors in one optimizer
+        torch.optim.SGD(each.parameters(), 0.1, momentum=0.9).step()
+    assert_close(model(inputs[rank]), plain(inputs[rank]), "output")
 
 
 def test_without_a_process_group():

@@ -1,4 +1,4 @@
-"""State dicts of wrapped models: each shape, and between it and the unsharded model, fully_shard and the other shapes."""
+"""State dicts of wrapped models, in each shape: into and from the unsharded model, fully_shard and other shapes."""
 
 import copy
 
