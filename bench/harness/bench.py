@@ -19,6 +19,7 @@ SIDES = {
     "libfsdp_shm": ("cpp", "sharded", "cpp_plain", "shm"),
     # Takes its engine by itself: shared memory, between ranks of one host.
     "libfsdp_python": ("torch", "libfsdp", "plain", "gloo"),
+    "libfsdp_classic": ("torch", "classic", "plain", "gloo"),
 }
 
 
@@ -30,7 +31,7 @@ class Bench:
     quick: bool
 
     def has(self, side):
-        if side == "libfsdp_python":
+        if side in ("libfsdp_python", "libfsdp_classic"):
             return self.package is not None
         return SIDES[side][0] == "torch" or self.step_bench is not None
 

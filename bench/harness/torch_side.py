@@ -1,4 +1,4 @@
-"""One rank of a Python side: plain, DDP, FSDP2 or libfsdp. Serves the driver's commands (see ../README.md, "Protocol")."""
+"""One rank of a Python side: plain, DDP, FSDP2, libfsdp or its classic wrapper. Serves the driver's commands (see ../README.md, "Protocol")."""
 
 import argparse
 import json
@@ -17,7 +17,7 @@ from harness.torch_models import make_input, make_model  # noqa: E402
 
 def parse_args():
     p = argparse.ArgumentParser()
-    p.add_argument("--side", choices=["plain", "ddp", "fsdp2", "libfsdp"], required=True)
+    p.add_argument("--side", choices=["plain", "ddp", "fsdp2", "libfsdp", "classic"], required=True)
     p.add_argument("--model", choices=["block", "rows", "norms"], default="block")
     p.add_argument("--width", type=int, default=16)
     p.add_argument("--rows", type=int, default=16)
@@ -47,6 +47,12 @@ def join(args):
 def shard(args, model):
     if args.side == "ddp":
         return torch.nn.parallel.DistributedDataParallel(model)
+    if args.side == "classic":
+        from libfsdp import FullyShardedDataParallel
+
+        for i, layer in enumerate(model):
+            model[i] = FullyShardedDataParallel(layer, use_orig_params=True)
+        return FullyShardedDataParallel(model, use_orig_params=True)
     if args.side in ("fsdp2", "libfsdp"):
         if args.side == "fsdp2":
             from torch.distributed.fsdp import fully_shard
@@ -152,10 +158,20 @@ class Side:
     def check(self):
         """The loss of this rank's input and the norms of the ranks' mean gradients."""
         loss = self.gradients()
-        grads = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in self.parameters]
-        norms = [g.double().norm().item() for g in grads]
+        norms = [self.norm(p).item() for p in self.parameters]
         self.zero_grad()
         return {"loss": loss, "grad_norms": norms}
+
+    def norm(self, parameter):
+        """Of the whole gradient."""
+        if self.args.side == "classic":  # a slice, and none where this rank has nothing of the parameter
+            square = torch.zeros((), dtype=torch.double)
+            if parameter.grad is not None:
+                square += parameter.grad.double().square().sum()
+            dist.all_reduce(square)
+            return square.sqrt()
+        grad = parameter.grad
+        return (grad.full_tensor() if isinstance(grad, DTensor) else grad).double().norm()
 
     def copies(self):
         """Microseconds of the fake group's own gather and reduce of one layer's bytes: it copies, a wire would not."""
