@@ -115,7 +115,7 @@ HostAllocator allocator;
 REGISTER_ALLOCATOR(c10::DeviceType::PrivateUse1, &allocator)
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
-  static c10::Stream stream(int64_t id) { return {c10::Stream::UNSAFE, kDevice, id}; }
+  static c10::Stream stream(int64_t id) { return c10::Stream(c10::Stream::UNSAFE, kDevice, id); }
 
   c10::DeviceType type() const override { return c10::DeviceType::PrivateUse1; }
   c10::Device exchangeDevice(c10::Device) const override { return kDevice; }
