@@ -524,6 +524,10 @@ void Context::leave_forward(ParamGroup& group) {
     auto flags = no_flags();
     meet({Step::kForwardEnd}, flags);
   }
+  // The user may write to the shards next; other ranks may still read them.
+  for (auto* g : groups_) {
+    if (g) g->drop_discarded();
+  }
   may_be_old_ = !forward_records_;
   set_optimizer_event(nullptr);
   phase_ = Phase::kIdle;
