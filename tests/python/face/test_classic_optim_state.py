@@ -49,6 +49,15 @@ def by_name(model, state):
     return {names[i]: each for i, each in state.items()}
 
 
+def assert_go_on_alike(one, other, rank, world):
+    """Two (model, optimizer) have the same parameters after the same further steps."""
+    for model, optimizer in (one, other):
+        trained(model, optimizer, rank, world)
+    expected = whole_parameters(one[0])
+    for name, param in whole_parameters(other[0]).items():
+        assert param.equal(expected[name]), name
+
+
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("name", ["stack", "tied", "unused", "convolution"])
 @pytest.mark.parametrize("use_orig_params", [True, False])
@@ -88,11 +97,7 @@ def test_round_trip(rank, world, kind, use_orig_params, into, by_mesh):
         saved = FSDP.optim_state_dict(model, optimizer)
         resumed.load_state_dict(FSDP.optim_state_dict_to_load(other, resumed, saved))
     assert resumed.param_groups[0]["lr"] == 0.02
-    for each, its in ((model, optimizer), (other, resumed)):
-        trained(each, its, rank, world)
-    expected = whole_parameters(model)
-    for name, param in whole_parameters(other).items():
-        assert param.equal(expected[name]), name
+    assert_go_on_alike((model, optimizer), (other, resumed), rank, world)
 
 
 @on_ranks(2)
@@ -143,11 +148,7 @@ def test_distributed_checkpoint(rank, world, whole, use_orig_params):
         set_state_dict(other, resumed, model_state_dict=saved, optim_state_dict=saved_optimizer, options=options)
     finally:
         libfsdp.uninstall()
-    for each, its in ((model, optimizer), (other, resumed)):
-        trained(each, its, rank, world)
-    expected = whole_parameters(model)
-    for name, param in whole_parameters(other).items():
-        assert param.equal(expected[name]), name
+    assert_go_on_alike((model, optimizer), (other, resumed), rank, world)
 
 
 @on_ranks(2)
