@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <mutex>
 
 #include <ATen/Functions.h>
 #include <c10/util/Exception.h>
@@ -49,6 +50,15 @@ mesh::Launch resolve(const InitOptions& options, const std::string& engine) {
   return launch;
 }
 
+/// A rank that left may join the next group, through the same server, before rank 0 has left this one: the server
+/// outlives the group, until this process serves another or ends. A server of the same port is the same server.
+void keep_serving(c10::intrusive_ptr<c10d::Store> store) {
+  static std::mutex mutex;
+  static c10::intrusive_ptr<c10d::Store> served;
+  const std::lock_guard lock(mutex);
+  served.swap(store);
+}
+
 c10::intrusive_ptr<c10d::Store> connect(const mesh::Launch& launch, std::chrono::milliseconds timeout) {
   c10d::TCPStoreOptions options;
   options.port = static_cast<uint16_t>(launch.port);
@@ -61,6 +71,7 @@ c10::intrusive_ptr<c10d::Store> connect(const mesh::Launch& launch, std::chrono:
   const base::BlockedSigpipe blocked;  // in the store's threads for good
   auto store = comm::translating_errors(origin, "joining the store",
                                         [&] { return c10::make_intrusive<c10d::TCPStore>(launch.address, options); });
+  if (options.isServer) keep_serving(store);
   return c10::make_intrusive<c10d::PrefixStore>(c10::str("libfsdp/", joined++), std::move(store));
 }
 
