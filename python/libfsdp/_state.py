@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -255,7 +254,6 @@ class FSDPState:
         if left == _ENDED:
             self._watch(output)
         elif left != _NESTED:
-            _add_note(f"libfsdp: in the forward of group '{self.group.name}'")
             return output
         if self.policy.output_dtype is not None:
             output = cast_floating(output, self.policy.output_dtype)
@@ -360,9 +358,3 @@ def _visit(path: str, module: nn.Module, enclosing: FSDPState) -> Iterator[tuple
     state = state_of(module) or enclosing
     for name, child in module.named_children():
         yield from _visit(below(path, name), child, state)
-
-
-def _add_note(text: str) -> None:
-    error = sys.exc_info()[1]
-    if error is not None and not any(note.startswith("libfsdp: ") for note in getattr(error, "__notes__", ())):
-        error.add_note(text)

@@ -18,6 +18,11 @@ std::unique_ptr<Group> make_group(std::vector<std::string> names, std::vector<at
                                  flat ? engine::Layout::kFlat : engine::Layout::kRows);
 }
 
+/// `act` is the group's own, and is not called after it is gone.
+Where within(const Group& group, const char* act) {
+  return [&group, act] { return std::string("in ") + act + " of group '" + group.engine().name() + "'"; };
+}
+
 using PlaceTuple = std::tuple<py::dict, py::str, py::object>;
 
 std::vector<Place> places_of(const std::vector<PlaceTuple>& at) {
@@ -117,18 +122,22 @@ void bind_group(py::module_& module) {
       .def(
           "set_custom_all_gather",
           [](Group& group, py::object comm, py::object process_group) {
-            group.set_custom_gather(custom_all_gather(std::move(comm), std::move(process_group)));
+            group.set_custom_gather(
+                custom_all_gather(std::move(comm), std::move(process_group), within(group, "the custom all-gather")));
           },
           py::arg("comm"), py::arg("process_group"), "Gathers by `comm`, of torch's interface; None: by the engine.")
       .def(
           "set_custom_reduce_scatter",
           [](Group& group, py::object comm, py::object process_group) {
-            group.set_custom_reduce(custom_reduce_scatter(std::move(comm), std::move(process_group)));
+            group.set_custom_reduce(custom_reduce_scatter(std::move(comm), std::move(process_group),
+                                                          within(group, "the custom reduce-scatter")));
           },
           py::arg("comm"), py::arg("process_group"), "Reduces by `comm`, of torch's interface; None: by the engine.")
       .def(
           "set_all_reduce_hook",
-          [](Group& group, py::object hook) { group.set_all_reduce_hook(tensor_hook(std::move(hook))); },
+          [](Group& group, py::object hook) {
+            group.set_all_reduce_hook(tensor_hook(std::move(hook), within(group, "the all-reduce hook")));
+          },
           py::arg("hook"), "Called with this rank's averaged gradients, flat; None: not.")
       .def("keep_over", &Group::keep_over, py::arg("ranks"),
            "Between forward and backward, keep the parameters over this many ranks; 0: do not. Collective.")

@@ -3,6 +3,8 @@
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include "errors.h"
+
 namespace fsdp::python {
 namespace {
 
@@ -21,23 +23,29 @@ py::object wrapped(const at::Tensor& tensor) { return py::reinterpret_steal<py::
 /// What both collectives have of torch's interface `Comm`.
 struct Comm {
   Held comm, group;
+  Where where;
 
   at::Tensor allocate(int64_t numel, const at::TensorOptions& options) const {
     py::gil_scoped_acquire gil;
     const auto dtype = c10::typeMetaToScalarType(options.dtype());
-    return comm->attr("allocate")(py::make_tuple(numel), py::arg("dtype") = dtype, py::arg("device") = options.device())
-        .cast<at::Tensor>();
+    return noting(where, [&] {
+      return comm
+          ->attr("allocate")(py::make_tuple(numel), py::arg("dtype") = dtype, py::arg("device") = options.device())
+          .cast<at::Tensor>();
+    });
   }
 
   template <class... More>
   WaitFn run(const at::Tensor& output, const at::Tensor& input, More&&... more) const {
     py::gil_scoped_acquire gil;
-    auto work = (*comm)(py::arg("output_tensor") = wrapped(output), py::arg("input_tensor") = wrapped(input),
-                        py::arg("group") = *group, std::forward<More>(more)..., py::arg("async_op") = true);
+    auto work = noting(where, [&] {
+      return (*comm)(py::arg("output_tensor") = wrapped(output), py::arg("input_tensor") = wrapped(input),
+                     py::arg("group") = *group, std::forward<More>(more)..., py::arg("async_op") = true);
+    });
     if (work.is_none()) return {};
-    return [held = hold(std::move(work))] {
+    return [held = hold(std::move(work)), place = where] {
       py::gil_scoped_acquire waiting;
-      held->attr("wait")();
+      noting(place, [&] { held->attr("wait")(); });
     };
   }
 };
@@ -72,21 +80,21 @@ class PythonReduceScatter final : public CustomReduceScatter {
 
 }  // namespace
 
-std::shared_ptr<CustomAllGather> custom_all_gather(py::object comm, py::object group) {
+std::shared_ptr<CustomAllGather> custom_all_gather(py::object comm, py::object group, Where where) {
   if (comm.is_none()) return nullptr;
-  return std::make_shared<PythonAllGather>(Comm{hold(std::move(comm)), hold(std::move(group))});
+  return std::make_shared<PythonAllGather>(Comm{hold(std::move(comm)), hold(std::move(group)), std::move(where)});
 }
 
-std::shared_ptr<CustomReduceScatter> custom_reduce_scatter(py::object comm, py::object group) {
+std::shared_ptr<CustomReduceScatter> custom_reduce_scatter(py::object comm, py::object group, Where where) {
   if (comm.is_none()) return nullptr;
-  return std::make_shared<PythonReduceScatter>(Comm{hold(std::move(comm)), hold(std::move(group))});
+  return std::make_shared<PythonReduceScatter>(Comm{hold(std::move(comm)), hold(std::move(group)), std::move(where)});
 }
 
-std::function<void(const at::Tensor&)> tensor_hook(py::object hook) {
+std::function<void(const at::Tensor&)> tensor_hook(py::object hook, Where where) {
   if (hook.is_none()) return {};
-  return [held = hold(std::move(hook))](const at::Tensor& tensor) {
+  return [held = hold(std::move(hook)), place = std::move(where)](const at::Tensor& tensor) {
     py::gil_scoped_acquire gil;
-    (*held)(wrapped(tensor));
+    noting(place, [&] { (*held)(wrapped(tensor)); });
   };
 }
 

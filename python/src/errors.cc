@@ -7,6 +7,8 @@
 namespace fsdp::python {
 namespace {
 
+const std::string kNote = "libfsdp: ";
+
 void translate(std::exception_ptr pointer) {
   try {
     std::rethrow_exception(std::move(pointer));
@@ -44,6 +46,30 @@ std::string text_of(PyObject* object) noexcept {
   } catch (...) {
     return "an exception that cannot be printed";
   }
+}
+
+void add_note(PyObject* error, const std::string& where) noexcept {
+  if (!error) return;
+  py::gil_scoped_acquire gil;
+  const py::error_scope kept;
+  try {
+    const py::handle exception(error);
+    for (const auto& note : py::getattr(exception, "__notes__", py::tuple())) {
+      if (py::str(note).cast<std::string>().rfind(kNote, 0) == 0) return;
+    }
+    exception.attr("add_note")(kNote + where);
+  } catch (...) {  // an exception that takes no notes stays without one
+  }
+}
+
+void add_note(python_error& error, const std::string& where) noexcept {
+  if (error.type) return add_note(error.value, where);
+  py::gil_scoped_acquire gil;
+  PyObject *type, *value, *trace;
+  PyErr_Fetch(&type, &value, &trace);
+  PyErr_NormalizeException(&type, &value, &trace);
+  add_note(value, where);
+  PyErr_Restore(type, value, trace);
 }
 
 }  // namespace fsdp::python

@@ -4,6 +4,8 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/InferenceMode.h>
 
+#include "errors.h"
+
 namespace fsdp::python {
 namespace {
 
@@ -24,12 +26,14 @@ PyExtension::~PyExtension() {
 
 std::vector<at::Tensor> PyExtension::send() {
   Outside outside;
-  return impl_.attr("send")(param_.local).cast<std::vector<at::Tensor>>();
+  return noting([this] { return "in fsdp_pre_all_gather of parameter " + param_.title(); },
+                [this] { return impl_.attr("send")(param_.local).cast<std::vector<at::Tensor>>(); });
 }
 
 void PyExtension::receive(const std::vector<at::Tensor>& received) {
   Outside outside;
-  impl_.attr("receive")(param_.local, received);
+  noting([this] { return "in fsdp_post_all_gather of parameter " + param_.title(); },
+         [&] { impl_.attr("receive")(param_.local, received); });
 }
 
 void PyExtension::release() noexcept {

@@ -162,6 +162,7 @@ Group::Left Group::leave() {
   if (idle()) return Left::kNested;
   auto* error = handled_exception();
   const bool failed = error && error != handled_;
+  if (failed) add_note(error, "in the forward of group '" + group_->name() + "'");
   if (--uses_ > 0) return failed ? Left::kFailed : Left::kNested;
   show_sharded();
   if (std::exchange(entered_, false)) {

@@ -29,6 +29,7 @@ class Group {
   Group& operator=(const Group&) = delete;
 
   engine::ParamGroup& engine() { return *group_; }
+  const engine::ParamGroup& engine() const { return *group_; }
   static Group& of(engine::ParamGroup& group) { return *static_cast<Group*>(group.face); }
   size_t size() const { return params_.size(); }
   std::vector<std::string> parameter_names() const;

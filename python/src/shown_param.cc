@@ -10,6 +10,9 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include "engine/param_group.h"
+#include "errors.h"
+
 namespace fsdp::python {
 namespace {
 
@@ -48,17 +51,24 @@ class UserSlot : public engine::Slot {
   bool requires_grad() const override { return user().requires_grad(); }
 
   at::Tensor run_gradient_hooks(at::Tensor gradient) override {
-    for (const auto& hook : torch::autograd::impl::hooks(user())) gradient = (*hook)({gradient})[0];
-    return gradient;
+    return in_hooks([&] {
+      for (const auto& hook : torch::autograd::impl::hooks(user())) gradient = (*hook)({gradient})[0];
+      return gradient;
+    });
   }
 
   void run_post_accumulate_hooks() override {
     const auto& parameter = user();
     if (!parameter.grad().defined()) return;
-    if (auto& hook = torch::autograd::impl::post_acc_grad_hooks(parameter)) (*hook)(parameter);
+    auto& hook = torch::autograd::impl::post_acc_grad_hooks(parameter);
+    if (hook) in_hooks([&] { (*hook)(parameter); });
   }
 
  protected:
+  template <class Fn>
+  auto in_hooks(Fn&& fn) const -> decltype(fn()) {
+    return noting([&] { return "in a hook of parameter " + param_.title(); }, fn);
+  }
   const at::Tensor& user() const { return THPVariable_Unpack(param_.user.ptr()); }
   std::string name() const { return param_.engine->name() + ".grad"; }
   [[noreturn]] void refuse_sizes() const {
@@ -187,6 +197,8 @@ std::unique_ptr<engine::Slot> ShownParam::make_slot() const {
   if (kind == Kind::kSlice) return std::make_unique<SliceSlot>(*this);
   return std::make_unique<HiddenSlot>(*this);
 }
+
+std::string ShownParam::title() const { return "'" + engine->name() + "' of group '" + engine->group().name() + "'"; }
 
 void ShownParam::attach(engine::ShardedParam& param) {
   engine = &param;

@@ -40,6 +40,8 @@ struct ShownParam {
   py::object wrapper = py::none();
   std::vector<Place> places;
 
+  /// 'its name' of group 'its group', for messages.
+  std::string title() const;
   /// Takes `engine`'s tensors: fills local and whole, and gives the engine its slot.
   void attach(engine::ShardedParam& param);
   /// From now on `parameter` is what users hold: over the engine's shard, in all places.

@@ -52,7 +52,8 @@ def test_an_exception_in_forward(rank, world, where):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("where", ["tensor hook", "parameter hook", "function"])
+@pytest.mark.parametrize("where", [
+    "tensor hook", "parameter hook", "parameter's hook after it", "all-reduce hook of the parameters", "function"])
 def test_an_exception_in_backward(rank, world, where):
     class Fails(torch.autograd.Function):
         @staticmethod
@@ -64,15 +65,20 @@ def test_an_exception_in_backward(rank, world, where):
             raiser()
 
     model = shard_blocks(Stack(), fully_shard)
-    on = [where != "parameter hook"]
+    on = [True]
 
-    def hook(gradient):
+    def hook(_):
         if on[0]:
             raiser()
 
-    if where == "parameter hook":
-        on[0] = True
-        model.blocks[1].up.weight.register_hook(hook)
+    if "parameter" in where:
+        block = model.blocks[1]
+        if where == "parameter hook":
+            block.up.weight.register_hook(hook)
+        elif where == "parameter's hook after it":
+            block.up.weight.register_post_accumulate_grad_hook(hook)
+        else:
+            block.set_all_reduce_hook(hook)
         loss = loss_of(model(batches(world, 0)[rank]))
     elif where == "tensor hook":
         output = model(batches(world, 0)[rank])
@@ -80,8 +86,10 @@ def test_an_exception_in_backward(rank, world, where):
         loss = loss_of(output)
     else:
         loss = loss_of(Fails.apply(model(batches(world, 0)[rank])))
-    with pytest.raises(Mistake, match="of the user's"):
+    with pytest.raises(Mistake) as raised:
         loss.backward()
+    if "parameter" in where:
+        check(raised, "blocks.1")
     on[0] = False
     model.reset_iter_state()
     loss_of(model(batches(world, 0)[rank])).backward()
