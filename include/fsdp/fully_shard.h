@@ -99,6 +99,15 @@ class FSDP_API FSDPModuleBase {
   /// NotSupported beside reshard_after_forward as a number, whose gathers are over other ranks.
   void set_custom_all_gather(std::shared_ptr<CustomAllGather> gather);
   void set_custom_reduce_scatter(std::shared_ptr<CustomReduceScatter> reduce);
+  /// One host, one copy: the parameters of this module's own group lie whole in memory that all ranks of the shard axis
+  /// map, and each rank's shard is its slice of it. Nothing is gathered any more: forward and backward read in place,
+  /// and the ranks together hold the parameters once, plus once more in param_dtype where that differs (cast once a
+  /// host; so are parameters that are cut along another dim than the first). A rank may write its shards between steps
+  /// only, as optimizers and checkpoints do; every forward ends with a meeting of the ranks. An in-place write to a
+  /// whole parameter inside forward is refused. unshard() between steps makes a copy. Gradients are reduced as before.
+  /// Between steps, on every rank; for good. NotSupported on every rank if the ranks do not share a host (engine gloo
+  /// or mpi), and beside custom collectives and a number for reshard_after_forward.
+  void set_symm_mem_for_comm();
   /// `hook` gets the averaged gradients of this module's own group that this rank holds, one flat tensor a dtype, when
   /// a reduction (on a 2D mesh: the replicas' too) is done and before parameters get them; it may write to it, or
   /// reduce it further over ranks that libfsdp does not know of. Runs once for each reduction, in the same order on all

@@ -212,7 +212,16 @@ class FSDPModule(TorchFSDPModule):
             raise _missing("buffers from the process group (set_allocate_memory_from_process_group_for_comm)")
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        raise _missing("symmetric memory (set_symm_mem_for_comm)")
+        """One host, one copy: the parameters of this module's group lie whole in memory that all ranks of the shard
+        axis map, and each rank's shard is its slice of it. Nothing is gathered any more: forward and backward read in
+        place, and the ranks together hold the parameters once, plus once more in ``param_dtype`` where that differs. A
+        rank may write its shards between steps only, as optimizers and checkpoints do; a write to a whole parameter
+        inside forward is refused. ``unshard()`` between steps makes a copy. ``backend`` means nothing on a CPU.
+
+        Between steps, on every rank; for good. AssertionError beside custom collectives; NotImplementedError on every
+        rank if the ranks do not share a host (``libfsdp`` then uses Gloo)."""
+        for state in self._states(recurse=False):
+            state.group.share_memory()
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Accepted, and changes nothing: gathers never share a stream with compute."""

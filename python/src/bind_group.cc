@@ -139,6 +139,8 @@ void bind_group(py::module_& module) {
             group.set_all_reduce_hook(tensor_hook(std::move(hook), within(group, "the all-reduce hook")));
           },
           py::arg("hook"), "Called with this rank's averaged gradients, flat; None: not.")
+      .def("share_memory", &Group::share_memory,
+           "The whole parameters lie in memory that the ranks of a host have in common. Collective.")
       .def("keep_over", &Group::keep_over, py::arg("ranks"),
            "Between forward and backward, keep the parameters over this many ranks; 0: do not. Collective.")
       .def_property_readonly("name", [](Group& group) { return group.engine().name(); })

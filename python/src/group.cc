@@ -106,6 +106,19 @@ void Group::set_all_reduce_hook(std::function<void(const at::Tensor&)> hook) {
   note_config_change();
 }
 
+void Group::share_memory() {
+  if (custom_gather_ || custom_reduce_) {
+    const auto what = "libfsdp: group '" + group_->name() +
+                      "' has a custom collective, beside which its parameters cannot lie in shared memory "
+                      "(set_symm_mem_for_comm)";
+    PyErr_SetString(PyExc_AssertionError, what.c_str());
+    throw py::error_already_set();
+  }
+  without_gil([&] { group_->share_memory(); });
+  in_place_ = true;
+  note_config_change();
+}
+
 std::vector<std::string> Group::parameter_names() const {
   std::vector<std::string> names;
   for (const auto& param : params_) names.push_back(param->engine->name());
@@ -266,6 +279,7 @@ void Group::rebuild() {
     if (custom_gather_) group_->set_custom_gather(custom_gather_);
     if (custom_reduce_) group_->set_custom_reduce(custom_reduce_);
     group_->set_all_reduce_hook(all_reduce_hook_);
+    if (in_place_) group_->share_memory();
   });
   for (size_t i = 0; i < params_.size(); ++i) {
     auto& param = *params_[i];

@@ -59,6 +59,8 @@ class Group {
   void set_custom_reduce(std::shared_ptr<CustomReduceScatter> reduce);
   /// Gets this rank's averaged gradients, flat, before the parameters do; empty: none.
   void set_all_reduce_hook(std::function<void(const at::Tensor&)> hook);
+  /// The parameters lie in memory that the ranks have in common. Collective.
+  void share_memory();
 
   // --- forward ----------------------------------------------------------------------------------------------------
   /// A forward of one of the group's modules begins: gathers, and shows the parameters whole. May wait for the other
@@ -119,6 +121,7 @@ class Group {
   std::shared_ptr<CustomAllGather> custom_gather_;
   std::shared_ptr<CustomReduceScatter> custom_reduce_;
   std::function<void(const at::Tensor&)> all_reduce_hook_;
+  bool in_place_ = false;
   std::vector<std::unique_ptr<ShownParam>> params_;  // in the order of names_
   std::unique_ptr<engine::ParamGroup> group_;        // after params_: its slots read them
   bool several_ = false;

@@ -66,6 +66,13 @@ inline void set_storage_size(const at::Tensor& tensor, int64_t nbytes) {
   storage->set_nbytes(static_cast<size_t>(nbytes));
 }
 
+/// Makes a tensor's storage show memory of somebody else's, which must outlive that, or the next set_storage_size().
+inline void lend_storage(const at::Tensor& tensor, void* memory, int64_t nbytes) {
+  auto* storage = tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+  storage->set_data_ptr_noswap(c10::DataPtr(memory, tensor.device()));
+  storage->set_nbytes(static_cast<size_t>(nbytes));
+}
+
 /// The first byte of a tensor's storage.
 inline char* storage_bytes(const at::Tensor& tensor) {
   return static_cast<char*>(tensor.unsafeGetTensorImpl()->unsafe_storage().mutable_data());

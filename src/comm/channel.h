@@ -76,6 +76,9 @@ class Channel {
   /// out[r * n .. (r + 1) * n) = rank r's `mine` (n elements, equal on all ranks).
   virtual std::unique_ptr<Pending> all_gather_even(const at::Tensor& out, const at::Tensor& mine) = 0;
 
+  /// Whether its ranks are known to share one host, so that they can have memory in common (CommonMemory).
+  virtual bool one_host() const { return size() == 1; }
+
   /// Uninitialised bytes for the input of a gather or a reduction (views of it will do) from which this channel sends
   /// without a copy. Once such an input was issued it is not the caller's to write any more: peers may read it after
   /// wait().

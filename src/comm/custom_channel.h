@@ -35,6 +35,7 @@ class CustomChannel final : public Channel {
   std::unique_ptr<Pending> all_gather_even(const at::Tensor& out, const at::Tensor& mine) override {
     return below_->all_gather_even(out, mine);
   }
+  bool one_host() const override { return below_->one_host(); }
 
  private:
   at::Tensor allocate(CustomComm& comm, const char* what, int64_t numel, const at::TensorOptions& options) const;

@@ -139,6 +139,7 @@ void Context::note_config_change() {
     mix(config_, std::hash<double>()(flags.divide_factor));
     mix(config_, static_cast<uint64_t>(group->kept_over()));
     mix(config_, static_cast<uint64_t>(group->customs()));
+    mix(config_, group->in_place());
     mix_list(place.explicit_forward_prefetch, place.forward_prefetch);
     mix_list(place.explicit_backward_prefetch, place.backward_prefetch);
   }
@@ -152,7 +153,9 @@ uint64_t Context::state_key(uint64_t salt) const {
   mix(key, config_);
   for (const auto* group : groups_) {
     if (!group) continue;
-    if (group->state() != GatherState::kSharded) mix(key, static_cast<uint64_t>(group->place.id) + 2);
+    // What is opened in place is nobody's business: opening it is no collective.
+    if (group->state() != GatherState::kSharded && !group->opened())
+      mix(key, static_cast<uint64_t>(group->place.id) + 2);
     if (group->holds_part()) mix(key, ~static_cast<uint64_t>(group->place.id));
   }
   return key;
@@ -169,6 +172,7 @@ std::vector<uint8_t> Context::begin_phase(Phase phase, Step step, uint64_t salt,
     group->drop_discarded();
     if (group->state() != GatherState::kSharded && group->stale()) group->reshard();
     if (group->holds_part() && (phase != Phase::kBackward || group->stale())) group->drop_part();
+    group->publish();
   }
   ahead_.clear();
   open_.clear();
@@ -374,6 +378,11 @@ void Context::advance_to(size_t position) {
 }
 
 void Context::fetch(ParamGroup& group) {
+  if (group.in_place()) {
+    log("open in place", group, 0);
+    group.open();
+    return;
+  }
   if (const auto position = schedule_.find(group.place.id)) {
     advance_to(*position);
     return;
@@ -455,8 +464,10 @@ void Context::touch_slow(ParamGroup& group, int task) {
     open(group);
     if (group.state() != GatherState::kUnsharded) {
       if (group.state() == GatherState::kSharded) fetch(group);
-      consume(group);
-      group.finish_gather();
+      if (group.state() == GatherState::kGathering) {
+        consume(group);
+        group.finish_gather();
+      }
       current_ = &group;
       current_task_ = task;
       prefetch_after(group);
@@ -520,7 +531,9 @@ void Context::leave_forward(ParamGroup& group) {
   current_ = nullptr;
   // A rank that needs fewer groups than another one is here first. It may not leave: what the user does next (reduce
   // a loss over the ranks, say) would keep it from the gathers that the others still ask for.
-  if (!schedule_.following() || uneven_) {
+  // And where parameters lie in memory that the ranks have in common, the others still read what this one may write.
+  const bool shared = std::any_of(groups_.begin(), groups_.end(), [](auto* g) { return g && g->in_place(); });
+  if (!schedule_.following() || uneven_ || shared) {
     auto flags = no_flags();
     meet({Step::kForwardEnd}, flags);
   }
@@ -556,6 +569,10 @@ void Context::ensure_backward(int task) {
   flags = begin_phase(Phase::kBackward, Step::kBackward, salt, flags);
 
   // Gradients are complete in the reverse of the order in which groups were first used: the one order of reductions.
+  // Groups that are opened in place come in the order of the model: ranks do not tell each other what they open.
+  for (auto* group : groups_) {
+    if (group && group->in_place() && !std::exchange(group->place.ordered, true)) order_.push_back(group->place.id);
+  }
   to_reduce_.clear();
   next_reduce_ = 0;
   bounded_ = !uneven_;
@@ -731,7 +748,8 @@ void Context::unshard(ParamGroup& group, bool wait) {
   if (phase_ == Phase::kFailed) refuse_failed();
   if (phase_ == Phase::kIdle) {
     group.drop_discarded();
-    if (group.state() != GatherState::kSharded && group.stale()) group.reshard();
+    // What lies in place may be written by other ranks from now on: a copy is made.
+    if (group.state() != GatherState::kSharded && (group.opened() || group.stale())) group.reshard();
     if (group.state() == GatherState::kSharded) {
       auto flags = no_flags();
       meet({Step::kGather, static_cast<uint32_t>(group.place.id), 1}, flags);

@@ -7,6 +7,7 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/record_function.h>
 #include <c10/core/InferenceMode.h>
@@ -121,6 +122,7 @@ ParamGroup::ParamGroup(std::string name, const std::vector<NamedParam>& params, 
   plan_gathers();
 
   PlainTensors plain;
+  sharded_bytes_ = store.segments().length(rank_);
   flat_shard_ = at::empty({store.segments().length(rank_)}, at::TensorOptions().dtype(at::kByte).device(device_));
   for (size_t i = 0; i < params_.size(); ++i) {
     auto& param = *params_[i];
@@ -326,15 +328,95 @@ void ParamGroup::reshard() {
     discarded_.push_back(std::move(*gathering_));
     gathering_.reset();
   }
-  if (leaves_allocated_) {
-    for (auto& param : params_) param->release_gathered();
-    note_param_bytes(-unsharded_bytes());
-    leaves_allocated_ = false;
-  }
+  free_leaves();
   state_ = GatherState::kSharded;
 }
 
+void ParamGroup::free_leaves() {
+  if (!leaves_allocated_ && !opened_) return;
+  for (auto& param : params_) param->release_gathered();
+  // By operators nothing can have been written there (write_back()), but by a pointer it can.
+  if (std::exchange(opened_, false)) common_->drop_own_writes();
+  if (std::exchange(leaves_allocated_, false)) note_param_bytes(-unsharded_bytes());
+}
+
+// --- in place -------------------------------------------------------------------------------------------------------
+
+void ParamGroup::share_memory() {
+  if (common_) return;
+  if (params_.empty()) return;
+  if (context_ && context_->phase() != Phase::kIdle) {
+    throw InvalidArgument("libfsdp: group '" + name_ +
+                          "' is in the middle of a forward or backward; call set_symm_mem_for_comm between steps");
+  }
+  const char* other = params_[0]->array(1).line > 0      ? "a flat layout"
+                      : part_                            ? "a number for reshard_after_forward"
+                      : extended_                        ? "parameters with an extension"
+                      : custom_gather_ || custom_reduce_ ? "a custom collective"
+                      : !device_.is_cpu()                ? "parameters on a device"
+                                                         : nullptr;
+  if (other) {
+    throw NotSupported("libfsdp: group '" + name_ + "' has " + other +
+                       ", beside which its parameters cannot lie in shared memory (set_symm_mem_for_comm)");
+  }
+  at::NoGradGuard no_grad;
+  c10::InferenceMode normal(false);
+  PlainTensors plain;
+  reshard();
+  drop_discarded();
+  constexpr int64_t kLine = 64;  // bytes: no two parameters in one line of a cache
+  int64_t length = 0;
+  for (const auto& target : targets_) {
+    common_at_.push_back(length);
+    length += (target.tensor().numel() * width(target.dtype()) + kLine - 1) / kLine * kLine;
+  }
+  common_ = comm::CommonMemory::make(*axis_.channel, length);
+  const auto lent = [memory = common_](void* at, at::IntArrayRef sizes, at::ScalarType dtype) {
+    return at::from_blob(
+        at, sizes, [memory](void*) {}, at::TensorOptions().dtype(dtype));
+  };
+  for (size_t i = 0; i < targets_.size(); ++i) {
+    const auto& target = targets_[i];
+    auto& param = *target.param;
+    const auto whole = lent(common_->shared() + common_at_[i], target.tensor().sizes(), target.dtype());
+    const auto part = param.part_of(whole, rows_here(param));
+    if (param.dtype() == target.dtype() && part.is_contiguous()) {
+      param.move_shard(lent(part.data_ptr(), param.shard().sizes(), target.dtype()));
+    } else {
+      copied_there_.emplace_back(part, &param);
+    }
+  }
+  flat_shard_.reset();
+  assembled_ = true;
+}
+
+void ParamGroup::refuse_in_place(const char* what) const {
+  if (!common_) return;
+  throw NotSupported("libfsdp: the parameters of group '" + name_ +
+                     "' lie in shared memory (set_symm_mem_for_comm): " + what + " has no place beside that");
+}
+
+void ParamGroup::publish() {
+  at::NoGradGuard no_grad;
+  PlainTensors plain;
+  for (const auto& [part, param] : copied_there_) part.copy_(param->shard().view(part.sizes()));
+}
+
+void ParamGroup::open() {
+  TORCH_INTERNAL_ASSERT(state_ == GatherState::kSharded && common_);
+  for (size_t i = 0; i < targets_.size(); ++i) {
+    const auto& tensor = targets_[i].tensor();
+    base::lend_storage(tensor, common_->own() + common_at_[i], tensor.numel() * width(tensor.scalar_type()));
+  }
+  for (auto& param : params_) param->filled_version_ = param->version();
+  opened_ = true;
+  state_ = GatherState::kUnsharded;
+}
+
+// --- other ways to gather -------------------------------------------------------------------------------------------
+
 void ParamGroup::set_custom_gather(std::shared_ptr<CustomAllGather> gather) {
+  if (gather) refuse_in_place("a custom all-gather");
   if (gather && part_) {
     throw NotSupported(
         "libfsdp: group '" + name_ +
@@ -352,6 +434,7 @@ void ParamGroup::set_extension(ShardedParam& param, std::shared_ptr<Extension> e
                        "' has an extension, which gathers over the whole shard axis alone, and the group a number for "
                        "reshard_after_forward; use true or false");
   }
+  refuse_in_place("an extension");
   at::NoGradGuard no_grad;
   c10::InferenceMode normal(false);
   reshard();
@@ -367,12 +450,14 @@ void ParamGroup::set_extension(ShardedParam& param, std::shared_ptr<Extension> e
 }
 
 void ParamGroup::set_custom_reduce(std::shared_ptr<CustomReduceScatter> reduce) {
+  if (reduce) refuse_in_place("a custom reduce-scatter");
   custom_reduce_ = reduce != nullptr;
   reduce_channel_ = mesh_.state()->axis_channel(mesh_.ndim() - 1, mesh::Lane::kReduce);
   if (reduce) reduce_channel_ = std::make_shared<comm::CustomChannel>(reduce_channel_, nullptr, std::move(reduce));
 }
 
 void ParamGroup::keep_over(int64_t ranks) {
+  if (ranks > 0) refuse_in_place("a number for reshard_after_forward");
   drop_part();
   part_.reset();
   if (ranks == 0) return;
@@ -430,6 +515,11 @@ void ShardedParam::write_back() {
     throw NotSupported("libfsdp: parameter '" + name_ +
                        "' was written in place inside forward while a mixed precision policy gathers it in another "
                        "dtype; the write cannot be kept. Write it outside forward, under no_grad.");
+  }
+  if (group_->opened()) {
+    throw NotSupported("libfsdp: parameter '" + name_ +
+                       "' was written in place inside forward or backward, while other ranks read the same memory "
+                       "(set_symm_mem_for_comm). Write it between steps, under no_grad.");
   }
   // The leaf's key would send this through the fallback again; its bytes are here.
   c10::impl::ExcludeDispatchKeyGuard below_key(kKey);

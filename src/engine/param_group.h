@@ -14,6 +14,7 @@
 
 #include "base/memory.h"
 #include "comm/channel.h"
+#include "comm/common_memory.h"
 #include "engine/sharded_param.h"
 #include "engine/stats.h"
 #include "engine/streams.h"
@@ -65,7 +66,8 @@ enum class Layout {
 /// Bytes: one flat buffer of this rank's rows, alive as long as the group (the shards are views of it); the leaves,
 /// whole, between finish_gather() and reshard(); one flat gather buffer while gathering; this rank's rows over some
 /// ranks between forward and backward where keep_over() asks for it; one flat buffer of unsharded gradients from the
-/// first arrival until its reduction is done.
+/// first arrival until its reduction is done. In place (see open()): one copy of the whole for all ranks of a host, of
+/// which the shards are slices, and no leaves.
 class ParamGroup {
  public:
   /// InvalidArgument: a flat layout of several dtypes.
@@ -83,8 +85,8 @@ class ParamGroup {
   int64_t unsharded_bytes() const { return axis_.layout->segments().total(); }
   /// The rows of `param` that this rank owns.
   shard::RowRange rows_here(const ShardedParam& param) const { return param.rows_of(world_, rank_); }
-  /// Bytes of this rank's persistent flat shard.
-  int64_t sharded_bytes() const { return flat_shard_.nbytes(); }
+  /// Bytes of this rank's shards.
+  int64_t sharded_bytes() const { return sharded_bytes_; }
 
   Context& context() const { return *context_; }
   const std::shared_ptr<Context>& shared_context() const { return context_; }
@@ -116,6 +118,20 @@ class ParamGroup {
   void drop_discarded();
   /// True if a shard was written since the leaves were filled.
   bool stale() const;
+
+  // --- in place: the whole in memory that the ranks of the shard axis have in common --------------------------------
+  /// Moves the shards there. Collective among the shard axis, between steps. NotSupported where they cannot have it, in
+  /// a flat layout, and beside keep_over(), extensions and custom collectives.
+  void share_memory();
+  bool in_place() const { return common_ != nullptr; }
+  /// kSharded to kUnsharded, without a collective: the leaves show the whole, to read. Only where no rank writes its
+  /// shards: between the begin and the end of a forward or backward, at which all ranks meet.
+  void open();
+  /// Before the meeting at the begin: what the leaves show of this rank and the shards are not themselves, casts of
+  /// them for one.
+  void publish();
+  /// True after open(), until reshard().
+  bool opened() const { return opened_; }
 
   // --- a user's own collectives, the same on all ranks; null: the engine's ------------------------------------------
   void set_custom_gather(std::shared_ptr<CustomAllGather> gather);
@@ -217,7 +233,8 @@ class ParamGroup {
   c10::Device device_;
 
   std::vector<std::unique_ptr<ShardedParam>> params_;  // wider dtypes first, so that no view is misaligned
-  at::Tensor flat_shard_;                              // bytes
+  at::Tensor flat_shard_;                              // bytes; not in place
+  int64_t sharded_bytes_ = 0;
   bool assembled_ = false;  // shards are not gathered as they are: they are cast, or have extensions
   bool extended_ = false;
 
@@ -244,6 +261,11 @@ class ParamGroup {
   at::Tensor part_bytes_;
   bool from_part_ = false;
 
+  std::shared_ptr<comm::CommonMemory> common_;                      // the targets one after another, whole
+  std::vector<int64_t> common_at_;                                  // where, in bytes
+  std::vector<std::pair<at::Tensor, ShardedParam*>> copied_there_;  // parts that are not the shards themselves
+  bool opened_ = false;
+
   GatherState state_ = GatherState::kSharded;
   bool leaves_allocated_ = false;
   /// An all-gather under way, into the leaves or into nothing.
@@ -258,6 +280,8 @@ class ParamGroup {
   Gather start_gather(ParamGroup* into);
   void end_gather(Gather& gather);
   void allocate_leaves();
+  void free_leaves();
+  void refuse_in_place(const char* what) const;
   void place_segment(const shard::FlatLayout& layout, int64_t rank, const char* bytes);
   void place_whole(const shard::FlatLayout& layout, const char* bytes);
   std::optional<Gather> gathering_;

@@ -71,6 +71,13 @@ void ShardedParam::attach_shard(at::Tensor shard) {
   shard_.unsafeGetTensorImpl()->set_version_counter(leaf_.unsafeGetTensorImpl()->version_counter());
 }
 
+void ShardedParam::move_shard(const at::Tensor& place) {
+  place.copy_(shard_);
+  auto* impl = shard_.unsafeGetTensorImpl();
+  impl->set_storage_keep_dtype(place.storage());
+  impl->set_storage_offset(place.storage_offset());
+}
+
 void ShardedParam::sync_requires_grad() {
   const bool wanted = slot_->requires_grad();
   if (leaf_.requires_grad() != wanted) leaf_.set_requires_grad(wanted);

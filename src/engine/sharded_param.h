@@ -106,6 +106,8 @@ class ShardedParam {
   friend class ParamGroup;
   friend class Context;
   void attach_shard(at::Tensor shard);
+  /// The shard lies in `place` from now on, of its sizes, with its values; it stays the same tensor.
+  void move_shard(const at::Tensor& place);
   void set_extension(std::shared_ptr<Extension> extension, std::vector<at::Tensor> receives);
   void allocate_gathered();
   void release_gathered();

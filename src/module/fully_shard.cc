@@ -349,6 +349,11 @@ void FSDPModuleBase::set_gradient_divide_factor(double factor) {
   for_each_group(*state_, true, [&](auto& group) { group.flags().divide_factor = factor; });
 }
 
+void FSDPModuleBase::set_symm_mem_for_comm() {
+  state_->group().share_memory();
+  state_->context().note_config_change();
+}
+
 void FSDPModuleBase::set_custom_all_gather(std::shared_ptr<CustomAllGather> gather) {
   state_->group().set_custom_gather(std::move(gather));
   state_->context().note_config_change();

@@ -289,6 +289,12 @@ class InprocBackend final : public c10d::Backend {
   uint64_t issued_ = 0;
 };
 
+class InprocChannel final : public BackendChannel {
+ public:
+  using BackendChannel::BackendChannel;
+  bool one_host() const override { return true; }
+};
+
 /// Hubs between their making by rank 0 and the arrival of their last member. The store carries the number.
 class Lobby {
  public:
@@ -333,7 +339,7 @@ std::shared_ptr<Channel> open_inproc(const Rendezvous& rendezvous) {
     key = store.get_to_str("hub");
   }
   auto hub = Lobby::instance().enter(key);
-  return std::make_shared<BackendChannel>(
+  return std::make_shared<InprocChannel>(
       "inproc", rendezvous,
       c10::make_intrusive<InprocBackend>(rendezvous.rank, rendezvous.size, std::move(hub), rendezvous.timeout));
 }

@@ -14,9 +14,9 @@
 #include "channel_checks.h"
 #include "comm/backends/shm/arena.h"
 #include "comm/backends/shm/board.h"
-#include "comm/backends/shm/segment.h"
 #include "comm/backends/shm/shm_channel.h"
 #include "comm/backends/shm/sum.h"
+#include "comm/segment.h"
 #include "mesh/world.h"
 #include "support/processes.h"
 #include "support/ranks.h"
@@ -220,7 +220,7 @@ TEST(ShmSum, NotANumberWins) {
 }
 
 TEST(ShmSegment, IsForItsUserAlone) {
-  const auto segment = shm::Segment::create(4096);
+  const auto segment = Segment::create(4096);
   const auto path = std::filesystem::path("/proc/self/fd") / std::to_string(segment.fd());
   EXPECT_EQ(std::filesystem::status(path).permissions(),
             std::filesystem::perms::owner_read | std::filesystem::perms::owner_write);

@@ -5,8 +5,8 @@
 #include <vector>
 
 #include "comm/backends/shm/board.h"
-#include "comm/backends/shm/segment.h"
 #include "comm/channel.h"
+#include "comm/segment.h"
 
 namespace fsdp::comm::shm {
 

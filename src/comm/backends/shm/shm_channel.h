@@ -33,6 +33,7 @@ class ShmChannel final : public Channel {
   std::unique_ptr<Pending> broadcast(const at::Tensor& tensor, int root) override;
   std::unique_ptr<Pending> all_gather_even(const at::Tensor& out, const at::Tensor& mine) override;
   at::Tensor buffer(int64_t nbytes, c10::Device device) override;
+  bool one_host() const override { return true; }
 
   class State;
 
