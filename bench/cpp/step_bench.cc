@@ -1,4 +1,6 @@
 // One rank of a C++ side: plain, or sharded by libfsdp. Serves the driver's commands (see ../README.md, "Protocol").
+#include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <fstream>
 #include <functional>
@@ -6,6 +8,7 @@
 #include <optional>
 #include <sstream>
 #include <string>
+#include <thread>
 
 #include <ATen/Context.h>
 #include <ATen/Parallel.h>
@@ -40,7 +43,7 @@ struct Config {
 };
 
 void parse(CLI::App& app, Config& config) {
-  app.add_option("--side", config.side)->required()->check(CLI::IsMember({"plain", "sharded"}));
+  app.add_option("--side", config.side)->required()->check(CLI::IsMember({"plain", "sharded", "inplace"}));
   app.add_option("--model", config.model)->check(CLI::IsMember({"block", "rows"}));
   app.add_option("--engine", config.engine)->check(CLI::IsMember({"fake", "gloo", "shm"}));
   app.add_option("--width", config.width);
@@ -59,14 +62,16 @@ double now_us() {
   return std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-/// A line of /proc/self/status, in MB.
-double status_mb(const std::string& field) {
-  std::ifstream status("/proc/self/status");
+/// A line of a file of /proc/self, in MB.
+double process_mb(const char* file, const std::string& field) {
+  std::ifstream status(std::string("/proc/self/") + file);
   for (std::string line; std::getline(status, line);) {
     if (line.rfind(field + ":", 0) == 0) return std::stod(line.substr(field.size() + 1)) / 1024;
   }
   return 0;
 }
+
+double status_mb(const std::string& field) { return process_mb("status", field); }
 
 /// Makes VmHWM start over, where the kernel allows it.
 void reset_peak() { std::ofstream("/proc/self/clear_refs") << "5"; }
@@ -98,7 +103,7 @@ class Side {
       fsdp::init_process_group({.engine = config.engine, .rank = config.rank, .world_size = config.world});
     }
     const double begin = now_us();
-    forward_ = config.side == "sharded" ? shard(model) : [model](const torch::Tensor& x) { return model->forward(x); };
+    forward_ = config.side != "plain" ? shard(model) : [model](const torch::Tensor& x) { return model->forward(x); };
     setup_us_ = now_us() - begin;
     parameters_ = model->parameters();
     if (config.adamw) optimizer_.emplace(parameters_, torch::optim::AdamWOptions(1e-4));
@@ -135,8 +140,13 @@ class Side {
     const double begin = now_us();
     const auto mesh = fsdp::init_device_mesh(torch::kCPU, {config_.world}, {"dp"});
     mesh_us_ = now_us() - begin;
-    for (const auto& layer : model->layers) fsdp::fully_shard(layer, {.mesh = mesh});
-    return fsdp::fully_shard(model, {.mesh = mesh});
+    std::vector<fsdp::FSDPModuleBase> groups;
+    for (const auto& layer : model->layers) groups.push_back(fsdp::fully_shard(layer, {.mesh = mesh}));
+    const auto root = fsdp::fully_shard(model, {.mesh = mesh});
+    if (config_.side == "inplace") {
+      for (auto& group : groups) group.set_symm_mem_for_comm();
+    }
+    return root;
   }
 
   torch::Tensor loss(const torch::Tensor& x) const { return forward_(x).square().mean(); }
@@ -193,8 +203,26 @@ class Side {
     return {{"loss", sum / (last - first)}, {"grad_norms", norms}};
   }
 
-  json memory() const {
-    return {{"base_mb", base_mb_}, {"build_peak_mb", build_peak_mb_}, {"peak_mb", status_mb("VmHWM")}};
+  json memory() {
+    return {{"base_mb", base_mb_},
+            {"build_peak_mb", build_peak_mb_},
+            {"peak_mb", status_mb("VmHWM")},
+            {"pss_mb", pss_of_a_step()}};
+  }
+
+  /// This process's share of the memory that is its own or shared, at its largest in a step.
+  double pss_of_a_step() {
+    std::atomic<bool> over = false;
+    double peak = 0;
+    std::thread sampler([&] {
+      for (; !over; std::this_thread::sleep_for(std::chrono::milliseconds(20))) {
+        peak = std::max(peak, process_mb("smaps_rollup", "Pss"));
+      }
+    });
+    step();
+    over = true;
+    sampler.join();
+    return peak;
   }
 
   Config config_;

@@ -43,6 +43,12 @@ def step(entries):
                                  SHM_STEP_AIMS[entry["width"]], over["libfsdp_shm"]))
             found.append(at_most(f"step, width {entry['width']}: shared memory over DDP", 1.0,
                                  over["libfsdp_shm"] / over["ddp"]))
+        if "libfsdp_inplace" in over and entry["width"] in SHM_STEP_AIMS:
+            found.append(at_most(f"step, width {entry['width']}: shared memory in place over plain",
+                                 SHM_STEP_AIMS[entry["width"]], over["libfsdp_inplace"]))
+        if "libfsdp_inplace" in over:
+            found.append(at_most(f"step, width {entry['width']}: shared memory in place over DDP", 1.0,
+                                 over["libfsdp_inplace"] / over["ddp"]))
         if "libfsdp_classic" in over and "libfsdp_python" in over:
             found.append(at_most(f"step, width {entry['width']}: the classic wrapper over fully_shard", 1.0,
                                  over["libfsdp_classic"] / over["libfsdp_python"]))

@@ -17,6 +17,7 @@ SIDES = {
     "cpp_plain": ("cpp", "plain", None, "gloo"),
     "libfsdp_cpp": ("cpp", "sharded", "cpp_plain", "gloo"),
     "libfsdp_shm": ("cpp", "sharded", "cpp_plain", "shm"),
+    "libfsdp_inplace": ("cpp", "inplace", "cpp_plain", "shm"),
     # Takes its engine by itself: shared memory, between ranks of one host.
     "libfsdp_python": ("torch", "libfsdp", "plain", "gloo"),
     "libfsdp_classic": ("torch", "classic", "plain", "gloo"),

@@ -41,7 +41,7 @@ def host_cost(section):
 
 
 def step(entries):
-    sides = ["plain", "cpp_plain", "ddp", "fsdp2", "libfsdp_cpp", "libfsdp_shm", "libfsdp_python",
+    sides = ["plain", "cpp_plain", "ddp", "fsdp2", "libfsdp_cpp", "libfsdp_shm", "libfsdp_inplace", "libfsdp_python",
              "libfsdp_classic"]
     times = [[e["width"], e["blocks"], e["batch"], *(e[f"{side}_ms"] for side in sides)] for e in entries]
     over = [[e["width"], *(e["over_plain"].get(side) for side in sides[2:])] for e in entries]
@@ -61,10 +61,11 @@ def scale(section):
 
 
 def memory(section):
-    rows = [[side, m["base_mb"], m["build_peak_mb"], m["peak_mb"], section[f"{side}_mb"]]
+    rows = [[side, m["base_mb"], m["build_peak_mb"], m["peak_mb"], section[f"{side}_mb"],
+             section[f"{side}_pss_mb"]]
             for side, m in section["sides"].items()]
     title = f"Memory of a rank, {section['parameters'] / 1e6:.1f} M parameters with AdamW, MB resident"
-    return table(title, ["", "before", "building (peak)", "training (peak)", "peak"], rows)
+    return table(title, ["", "before", "building (peak)", "training (peak)", "peak", "all ranks (PSS)"], rows)
 
 
 def collectives(rows):

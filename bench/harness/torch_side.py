@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import sys
+import threading
 import time
 
 import torch
@@ -65,8 +66,8 @@ def shard(args, model):
     return model
 
 
-def status_mb(field):
-    with open("/proc/self/status") as f:
+def status_mb(field, of="status"):
+    with open(f"/proc/self/{of}") as f:
         return next(int(line.split()[1]) / 1024 for line in f if line.startswith(field + ":"))
 
 
@@ -189,7 +190,23 @@ class Side:
                 "reduce_us": microseconds(lambda: backend._reduce_scatter_base(shard, whole))}
 
     def memory(self):
-        return {"base_mb": self.base_mb, "build_peak_mb": self.build_peak_mb, "peak_mb": status_mb("VmHWM")}
+        return {"base_mb": self.base_mb, "build_peak_mb": self.build_peak_mb, "peak_mb": status_mb("VmHWM"),
+                "pss_mb": self.pss_of_a_step()}
+
+    def pss_of_a_step(self):
+        """This process's share of the memory that is its own or shared, at its largest in a step."""
+        peak, over = [0.0], threading.Event()
+
+        def sample():
+            while not over.wait(0.02):
+                peak[0] = max(peak[0], status_mb("Pss", of="smaps_rollup"))
+
+        sampler = threading.Thread(target=sample)
+        sampler.start()
+        self.step()
+        over.set()
+        sampler.join()
+        return peak[0]
 
 
 def main():

@@ -120,6 +120,10 @@ class Group:
         """
         This rank's rows of the i-th parameter; all share one buffer.
         """
+    def share_memory(self) -> None:
+        """
+        The whole parameters lie in memory that the ranks of a host have in common. Collective.
+        """
     def show_sharded(self) -> None:
         """
         Shows DTensors, unless a forward or a backward needs the whole.
@@ -142,6 +146,9 @@ class Group:
         ...
     @divide_factor.setter
     def divide_factor(self, arg1: typing.SupportsFloat | typing.SupportsIndex) -> None:
+        ...
+    @property
+    def has_custom_collective(self) -> bool:
         ...
     @property
     def lent(self) -> bool:

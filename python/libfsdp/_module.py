@@ -208,8 +208,9 @@ class FSDPModule(TorchFSDPModule):
             each.group.set_all_reduce_hook(hook)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        if enable:
-            raise _missing("buffers from the process group (set_allocate_memory_from_process_group_for_comm)")
+        """Accepted, and changes nothing: buffers of collectives come from the engine wherever it has memory of its own,
+        as the one for ranks of a host has. AssertionError beside custom collectives."""
+        self._without_custom_collectives("set_allocate_memory_from_process_group_for_comm")
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """One host, one copy: the parameters of this module's group lie whole in memory that all ranks of the shard
@@ -220,8 +221,18 @@ class FSDPModule(TorchFSDPModule):
 
         Between steps, on every rank; for good. AssertionError beside custom collectives; NotImplementedError on every
         rank if the ranks do not share a host (``libfsdp`` then uses Gloo)."""
-        for state in self._states(recurse=False):
+        states = self._without_custom_collectives("set_symm_mem_for_comm")
+        for state in states:
             state.group.share_memory()
+
+    def _without_custom_collectives(self, what: str) -> list[FSDPState]:
+        states = list(self._states(recurse=False))
+        for state in states:
+            if state.group.has_custom_collective:
+                raise AssertionError(
+                    f"libfsdp: group '{state.group.name}' has a custom collective, beside which {what} has no meaning"
+                )
+        return states
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Accepted, and changes nothing: gathers never share a stream with compute."""

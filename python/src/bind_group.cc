@@ -139,6 +139,7 @@ void bind_group(py::module_& module) {
             group.set_all_reduce_hook(tensor_hook(std::move(hook), within(group, "the all-reduce hook")));
           },
           py::arg("hook"), "Called with this rank's averaged gradients, flat; None: not.")
+      .def_property_readonly("has_custom_collective", &Group::has_custom_collective)
       .def("share_memory", &Group::share_memory,
            "The whole parameters lie in memory that the ranks of a host have in common. Collective.")
       .def("keep_over", &Group::keep_over, py::arg("ranks"),

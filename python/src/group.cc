@@ -107,13 +107,6 @@ void Group::set_all_reduce_hook(std::function<void(const at::Tensor&)> hook) {
 }
 
 void Group::share_memory() {
-  if (custom_gather_ || custom_reduce_) {
-    const auto what = "libfsdp: group '" + group_->name() +
-                      "' has a custom collective, beside which its parameters cannot lie in shared memory "
-                      "(set_symm_mem_for_comm)";
-    PyErr_SetString(PyExc_AssertionError, what.c_str());
-    throw py::error_already_set();
-  }
   without_gil([&] { group_->share_memory(); });
   in_place_ = true;
   note_config_change();

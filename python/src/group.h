@@ -59,6 +59,7 @@ class Group {
   void set_custom_reduce(std::shared_ptr<CustomReduceScatter> reduce);
   /// Gets this rank's averaged gradients, flat, before the parameters do; empty: none.
   void set_all_reduce_hook(std::function<void(const at::Tensor&)> hook);
+  bool has_custom_collective() const { return custom_gather_ || custom_reduce_; }
   /// The parameters lie in memory that the ranks have in common. Collective.
   void share_memory();
 

@@ -1,6 +1,6 @@
-"""Peak resident memory of a rank that trains 100 M parameters with AdamW."""
+"""Peak resident memory of a rank that trains 100 M parameters with AdamW, and what all ranks have together (PSS)."""
 
-NAMES = ["plain", "ddp", "fsdp2", "cpp_plain", "libfsdp_cpp"]
+NAMES = ["plain", "ddp", "fsdp2", "cpp_plain", "libfsdp_cpp", "libfsdp_inplace"]
 RANKS = 2
 STEPS = 4
 
@@ -17,6 +17,7 @@ def measure(bench):
             section["parameters"] = max(section.get("parameters", 0), group.ready[0]["parameters"])
         worst = {key: max(reply[key] for reply in replies) for key in replies[0]}
         section["sides"][side] = worst
+        section[f"{side}_pss_mb"] = sum(reply["pss_mb"] for reply in replies)
         section[f"{side}_mb"] = max(worst["build_peak_mb"], worst["peak_mb"])
         section[f"{side}_training_mb"] = worst["peak_mb"]
     return section

@@ -5,8 +5,8 @@ from statistics import median
 from ..bench import SIDES, references
 from ..rounds import interleave, verify
 
-NAMES = ["plain", "cpp_plain", "ddp", "fsdp2", "libfsdp_cpp", "libfsdp_shm", "libfsdp_python",
-         "libfsdp_classic"]
+NAMES = ["plain", "cpp_plain", "ddp", "fsdp2", "libfsdp_cpp", "libfsdp_shm", "libfsdp_inplace",
+         "libfsdp_python", "libfsdp_classic"]
 RANKS = 2
 #: width, blocks, batch, steps in a round
 SIZES = [(64, 8, 2, 20), (512, 8, 2, 6), (1024, 4, 4, 4)]

@@ -127,3 +127,52 @@ def test_a_hook_reduces_over_replicas(rank, world):
     assert len(seen) == 4
     with pytest.raises(ValueError, match="mesh of two axes"):
         expected.set_all_reduce_hook(average, stream=object())
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
+def test_parameters_in_place(rank, world, param_dtype):
+    """Shared memory: nothing is gathered, and an optimizer that was made before goes on."""
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
+
+    def prepare(model):
+        if isinstance(model, FSDPModule):
+            for block in model.blocks:
+                block.set_symm_mem_for_comm()
+            model.set_symm_mem_for_comm()
+
+    def shard(model, wrap):
+        return shard_blocks(model, wrap, mp_policy=policy)
+
+    tolerance = {} if param_dtype is None else {"rtol": 0.05, "atol": 0.02}
+    model = compare(Stack(), rank, world, beside_torch=False, prepare=prepare, shard=shard, **tolerance)
+    # What one rank loads, the others use.
+    state = {name: torch.full_like(value, 0.5) for name, value in model.state_dict().items()}
+    model.load_state_dict(state)
+    found = model(batches(world, 0)[rank]).float()
+    assert_close(found, _halves()(batches(world, 0)[rank]), "after loading", **tolerance)
+    # Between steps whole parameters are a copy.
+    model.blocks[0].unshard()
+    assert all((param == 0.5).all() for param in model.blocks[0].parameters())
+    model.blocks[0].reshard()
+
+
+def _halves():
+    model = Stack()
+    for param in model.parameters():
+        nn.init.constant_(param, 0.5)
+    return model
+
+
+@on_ranks(2)
+def test_in_place_beside_custom_collectives(rank, world):
+    model = shard_blocks(Stack(), fully_shard)
+    model.blocks[0].set_custom_all_gather(AllGather(False))
+    with pytest.raises(AssertionError, match="custom collective"):
+        model.blocks[0].set_symm_mem_for_comm()
+    with pytest.raises(AssertionError, match="custom collective"):
+        model.blocks[0].set_allocate_memory_from_process_group_for_comm(True)
+    model.blocks[1].set_allocate_memory_from_process_group_for_comm(True)
+    model.blocks[1].set_symm_mem_for_comm()
+    with pytest.raises(NotImplementedError, match="shared memory"):
+        model.blocks[1].set_custom_all_gather(AllGather(False))

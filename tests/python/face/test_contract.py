@@ -147,8 +147,6 @@ def test_what_is_missing_says_so():
             nn.Linear(4, 4), mesh=torch.distributed.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)),
             dp_mesh_dims=libfsdp.DataParallelMeshDims(replicate="dp")),
         lambda: fully_shard(nn.Linear(4, 4)).set_all_reduce_hook(lambda tensor: None, stream=object()),
-        lambda: fully_shard(nn.Linear(4, 4)).set_allocate_memory_from_process_group_for_comm(True),
-        lambda: fully_shard(nn.Linear(4, 4)).set_symm_mem_for_comm(),
         lambda: fully_shard(nn.Linear(4, 4)).set_reduce_scatter_max_input_buffers(2),
     ]
     for call in missing:
