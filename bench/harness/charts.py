@@ -23,6 +23,9 @@ def bars(ax, labels, values, colors):
     ax.bar_label(drawn, fmt="%.3g", padding=2)
     ax.margins(y=0.15)
     ax.spines[["top", "right"]].set_visible(False)
+    if len(labels) > 5:
+        ax.tick_params("x", labelrotation=35)
+        plt.setp(ax.get_xticklabels(), ha="right", rotation_mode="anchor")
 
 
 def host_cost(section):
