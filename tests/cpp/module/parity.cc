@@ -60,7 +60,9 @@ Twin::Twin(const Case& c, Grouping grouping) : c_(c), plain_(build(c)), net_(bui
   }
   model_ = std::make_unique<Handle>(fully_shard(net_, options));
   c.configure(*model_);
-  const auto adamw = torch::optim::AdamWOptions(1e-2).weight_decay(0.1);
+  // With the usual eps, the step of an element whose gradient is almost zero is the rounding of that gradient, blown
+  // up.
+  const auto adamw = torch::optim::AdamWOptions(1e-2).weight_decay(0.1).eps(1e-3);
   plain_optimizer_ = std::make_unique<torch::optim::AdamW>(plain_->parameters(), adamw);
   optimizer_ = std::make_unique<torch::optim::AdamW>(net_->parameters(), adamw);
 }
