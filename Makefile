@@ -12,6 +12,8 @@ VENV := $(CURDIR)/.venv
 BIN := $(VENV)/bin
 # What only the Python package's users need: transformers, torchtitan.
 CLIENTS := $(CURDIR)/.venv-clients
+# A CUDA build of torch.
+CUDA := $(CURDIR)/.venv-cuda
 BUILD := build/$(PRESET)
 # A translation unit of torch wants 1.5 GB of memory.
 JOBS ?= $(shell awk -v cores=$$(nproc) '/MemAvailable/ { jobs = int($$2 / 1500000); \
@@ -31,12 +33,12 @@ CTEST := $(BIN)/ctest --output-on-failure --no-label-summary --parallel $(JOBS)
 export PATH := $(BIN):$(PATH)
 export CMAKE_COLOR_DIAGNOSTICS ?= OFF
 
-.PHONY: help setup tools build train minilm test clients bench compat soak asan tsan check format tidy install clean distclean
+.PHONY: help setup tools build train minilm test clients bench compat soak cuda gpu-check asan tsan check format tidy install clean distclean
 
 help: ## this list
 	@echo "libfsdp: fully sharded data parallel training for libtorch"
 	@echo
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{ printf "  make %-9s %s\n", $$1, $$2 }'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{ printf "  make %-9s %s\n", $$1, $$2 }'
 	@echo
 	@echo "  train takes STEPS= RANKS= DATA= OUT= RESUME= SEED=; minilm RANKS=; bench QUICK=1; all that run a program take"
 	@echo "  ARGS= for it; all that build take JOBS= (now $(JOBS))."
@@ -53,6 +55,10 @@ build/.system-packages: scripts/setup_system.sh
 
 $(VENV)/.complete: requirements.txt build/.system-packages
 	@scripts/setup_venv.sh $(PYTHON) $(VENV) requirements.txt
+	@touch $@
+
+$(CUDA)/.complete: requirements-cuda.txt build/.system-packages
+	@scripts/setup_venv.sh $(PYTHON) $(CUDA) $<
 	@touch $@
 
 $(CLIENTS)/.minilm: examples/minilm/requirements.txt build/.system-packages
@@ -118,6 +124,15 @@ tsan: tools ## the one-process tests under ThreadSanitizer
 	$(call build,tsan,)
 	@scripts/sanitizer_env.sh tsan $(CTEST) --test-dir build/tsan -L 'unit|threads' $(ARGS)
 
+cuda: tools $(CUDA)/.complete ## compile against the CUDA build of torch 2.14.1, with the engine nccl (needs a CUDA toolkit)
+	@cmake --preset cuda -DPython3_EXECUTABLE=$(CUDA)/bin/python --log-level=NOTICE
+	@ninja -C build/cuda -j$(JOBS)
+
+gpu-check: ## the tests that need a GPU, on those of this machine; says so where there is none
+	@if scripts/has_gpu.sh; then $(MAKE) --no-print-directory cuda && \
+	  PYTHONPATH=$(CURDIR)/build/cuda/python $(CUDA)/bin/python -m pytest -q tests/gpu $(ARGS); \
+	else echo "[gpu-check] no GPU here: nothing was run"; fi
+
 check: build/.system-packages ## format and layer checks alone
 	@scripts/check_format.sh
 	@$(PYTHON) scripts/check_layers.py
@@ -134,8 +149,8 @@ install: tools ## install library, headers and CMake package under PREFIX=
 	@cmake --install $(BUILD) --prefix $(PREFIX)
 	@echo "[install] done; use it with -DCMAKE_PREFIX_PATH=$(PREFIX)"
 
-clean: ## remove what was built (keeps .venv, .venv-clients and out/)
+clean: ## remove what was built (keeps .venv, .venv-clients, .venv-cuda and out/)
 	rm -rf build
 
-distclean: clean ## remove .venv and .venv-clients too
-	rm -rf $(VENV) $(CLIENTS)
+distclean: clean ## remove .venv, .venv-clients and .venv-cuda too
+	rm -rf $(VENV) $(CLIENTS) $(CUDA)

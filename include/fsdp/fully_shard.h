@@ -11,6 +11,7 @@
 #include <vector>
 
 #include <c10/core/Event.h>
+#include <c10/core/Stream.h>
 #include <fsdp/custom_comm.h>
 #include <fsdp/device_mesh.h>
 #include <fsdp/dtensor.h>
@@ -112,15 +113,29 @@ class FSDP_API FSDPModuleBase {
   /// a reduction (on a 2D mesh: the replicas' too) is done and before parameters get them; it may write to it, or
   /// reduce it further over ranks that libfsdp does not know of. Runs once for each reduction, in the same order on all
   /// ranks.
-  /// On a device with streams the hook runs with the stream of reductions as the current one.
-  void set_all_reduce_hook(std::function<void(const at::Tensor&)> hook);
+  /// On a device with streams the hook runs with `stream` as the current one, ordered after the reduction and before
+  /// the parameters get it, or with the stream of reductions where none is given.
+  void set_all_reduce_hook(std::function<void(const at::Tensor&)> hook, std::optional<c10::Stream> stream = {});
   /// The parameters were last written before this event, which is on the device of the parameters: the gathers of the
   /// next forward wait for it, and not for all that the current stream has by then (which is the default, and right
   /// wherever the optimizer runs on it). For one forward; a write after the event needs another one. Null: the default.
   /// Accepted and without meaning where there are no streams (CPU).
   void set_post_optim_event(std::shared_ptr<const c10::Event> event);
-  /// Accepted for compatibility: libfsdp is right for parameters that some ranks leave unused, with and without it.
+  /// How many reductions may be in flight, each of which holds a group's unsharded gradients until it is done, when
+  /// the next one is issued. 1 unless set; more let a slow wire lag behind at the cost of that memory. InvalidArgument
+  /// below 1.
+  void set_reduce_scatter_max_input_buffers(int64_t max_input_buffers, bool recurse = true);
+
+  // What PyTorch lets its users choose and libfsdp always does. Accepted, and without effect:
+  /// gradients of parameters that some ranks leave unused are right,
   void set_reduce_scatter_unused_params(bool enabled, bool recurse = true);
+  /// gradients are summed on the wire and divided afterwards,
+  void set_force_sum_reduction_for_comms(bool enable);
+  /// reductions have channels of their own,
+  void set_separate_reduce_scatter_group(bool enable = true, bool recurse = true);
+  /// buffers of collectives come from the engine wherever it has memory of its own. InvalidArgument beside a custom
+  /// collective.
+  void set_allocate_memory_from_process_group_for_comm(bool enable);
 
   /// After an exception in forward or backward: ends what is in flight, drops the failed iteration's gradients and
   /// frees what it gathered, so that the next step is like any other. Root only; every rank.

@@ -90,9 +90,9 @@ class Group:
         """
         Frees the whole parameters and shows DTensors.
         """
-    def set_all_reduce_hook(self, hook: typing.Any) -> None:
+    def set_all_reduce_hook(self, hook: typing.Any, stream: torch.Stream | None) -> None:
         """
-        Called with this rank's averaged gradients, flat; None: not.
+        Called with this rank's averaged gradients, flat, on `stream` of a device that has them; None: not.
         """
     def set_custom_all_gather(self, comm: typing.Any, process_group: typing.Any) -> None:
         """
@@ -157,6 +157,12 @@ class Group:
         """
     @lent.setter
     def lent(self, arg0: bool) -> None:
+        ...
+    @property
+    def max_reductions(self) -> int:
+        ...
+    @max_reductions.setter
+    def max_reductions(self, arg1: typing.SupportsInt | typing.SupportsIndex) -> None:
         ...
     @property
     def name(self) -> str:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from . import _C
 
 #: torch's name of a backend -> the engine's. Where gloo's ranks share a host, their groups take shared memory.
-_ENGINES = {"gloo": "auto", "fake": "fake", "threaded": "inproc"}
+_ENGINES = {"gloo": "auto", "nccl": "nccl", "fake": "fake", "threaded": "inproc"}
 
 
 class _World:

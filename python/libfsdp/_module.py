@@ -165,13 +165,14 @@ class FSDPModule(TorchFSDPModule):
         """Accepted, and changes nothing: a parameter that only other ranks used always gets its gradient."""
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """How many reductions may be in flight. One for now: NotImplementedError for more."""
+        """How many reductions may be in flight, each of which holds a group's unsharded gradients until it is done,
+        when the next one is issued. 1 unless set; more let a slow wire lag behind at the cost of that memory."""
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
             raise TypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")
         if max_input_buffers < 1:
             raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
-        if max_input_buffers > 1:
-            raise _missing("more than one reduction in flight (set_reduce_scatter_max_input_buffers)")
+        for state in self._states(recurse):
+            state.group.max_reductions = max_input_buffers
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Accepted, and changes nothing: reductions always have channels of their own."""
@@ -197,15 +198,17 @@ class FSDPModule(TorchFSDPModule):
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
         """``hook`` gets the averaged gradients of this module's group that this rank holds, one flat tensor a dtype,
         when a reduction is done, the replicas' too, and before parameters get them. It may write to it, or reduce it
-        over further ranks. None: no hook. NotImplementedError for a stream; ValueError for one on a mesh of two axes.
-        """
+        over further ranks. None: no hook. On a device with streams it runs on ``stream``, ordered after the reduction
+        and before the parameters get it, or on the stream of reductions; on a CPU a stream means nothing. ValueError
+        for a stream on a mesh of two axes."""
         state = self._get_fsdp_state()
         if stream is not None:
             if state.mesh.ndim > 1:
                 raise ValueError("libfsdp: a stream cannot be set on a mesh of two axes: the hook runs after its own")
-            raise _missing("streams for all-reduce hooks")
+            if state.mesh.device_type == "cpu":
+                stream = None
         for each in state.together:
-            each.group.set_all_reduce_hook(hook)
+            each.group.set_all_reduce_hook(hook, stream)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Accepted, and changes nothing: buffers of collectives come from the engine wherever it has memory of its own,

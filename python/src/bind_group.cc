@@ -135,10 +135,11 @@ void bind_group(py::module_& module) {
           py::arg("comm"), py::arg("process_group"), "Reduces by `comm`, of torch's interface; None: by the engine.")
       .def(
           "set_all_reduce_hook",
-          [](Group& group, py::object hook) {
-            group.set_all_reduce_hook(tensor_hook(std::move(hook), within(group, "the all-reduce hook")));
+          [](Group& group, py::object hook, std::optional<c10::Stream> stream) {
+            group.set_all_reduce_hook(tensor_hook(std::move(hook), within(group, "the all-reduce hook")), stream);
           },
-          py::arg("hook"), "Called with this rank's averaged gradients, flat; None: not.")
+          py::arg("hook"), py::arg("stream"),
+          "Called with this rank's averaged gradients, flat, on `stream` of a device that has them; None: not.")
       .def_property_readonly("has_custom_collective", &Group::has_custom_collective)
       .def("share_memory", &Group::share_memory,
            "The whole parameters lie in memory that the ranks of a host have in common. Collective.")
@@ -173,6 +174,7 @@ void bind_group(py::module_& module) {
   bind_flag<&GroupFlags::sync_gradients>(type, "sync_gradients");
   bind_flag<&GroupFlags::all_reduce_gradients>(type, "all_reduce_gradients");
   bind_flag<&GroupFlags::divide_factor>(type, "divide_factor");
+  bind_flag<&GroupFlags::max_reductions>(type, "max_reductions");
   module.def(
       "arrange", &arrange, py::arg("groups"), py::arg("parents"), py::arg("leaders"), py::arg("mesh"),
       "Makes `groups` one model, in module order; the i-th is inside groups[parents[i]], -1 for none, and of the same "

@@ -100,9 +100,10 @@ void Group::set_custom_reduce(std::shared_ptr<CustomReduceScatter> reduce) {
   note_config_change();
 }
 
-void Group::set_all_reduce_hook(std::function<void(const at::Tensor&)> hook) {
+void Group::set_all_reduce_hook(std::function<void(const at::Tensor&)> hook, std::optional<c10::Stream> stream) {
   all_reduce_hook_ = std::move(hook);
-  group_->set_all_reduce_hook(all_reduce_hook_);
+  hook_stream_ = stream;
+  group_->set_all_reduce_hook(all_reduce_hook_, hook_stream_);
   note_config_change();
 }
 
@@ -271,7 +272,7 @@ void Group::rebuild() {
     group_->keep_over(old->kept_over());
     if (custom_gather_) group_->set_custom_gather(custom_gather_);
     if (custom_reduce_) group_->set_custom_reduce(custom_reduce_);
-    group_->set_all_reduce_hook(all_reduce_hook_);
+    group_->set_all_reduce_hook(all_reduce_hook_, hook_stream_);
     if (in_place_) group_->share_memory();
   });
   for (size_t i = 0; i < params_.size(); ++i) {

@@ -58,7 +58,7 @@ class Group {
   void set_custom_gather(std::shared_ptr<CustomAllGather> gather);
   void set_custom_reduce(std::shared_ptr<CustomReduceScatter> reduce);
   /// Gets this rank's averaged gradients, flat, before the parameters do; empty: none.
-  void set_all_reduce_hook(std::function<void(const at::Tensor&)> hook);
+  void set_all_reduce_hook(std::function<void(const at::Tensor&)> hook, std::optional<c10::Stream> stream);
   bool has_custom_collective() const { return custom_gather_ || custom_reduce_; }
   /// The parameters lie in memory that the ranks have in common. Collective.
   void share_memory();
@@ -122,6 +122,7 @@ class Group {
   std::shared_ptr<CustomAllGather> custom_gather_;
   std::shared_ptr<CustomReduceScatter> custom_reduce_;
   std::function<void(const at::Tensor&)> all_reduce_hook_;
+  std::optional<c10::Stream> hook_stream_;
   bool in_place_ = false;
   std::vector<std::unique_ptr<ShownParam>> params_;  // in the order of names_
   std::unique_ptr<engine::ParamGroup> group_;        // after params_: its slots read them

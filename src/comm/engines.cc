@@ -21,6 +21,9 @@ struct Registry {
 #ifdef FSDP_WITH_MPI
                                                  {"mpi", open_mpi},
 #endif
+#ifdef FSDP_WITH_NCCL
+                                                 {"nccl", open_nccl},
+#endif
                                                  {"shm", open_shm}};
 };
 

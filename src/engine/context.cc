@@ -631,16 +631,20 @@ bool Context::ready_to_reduce(const ParamGroup& group) const {
 
 void Context::issue_ready_reductions() {
   while (next_reduce_ < to_reduce_.size() && ready_to_reduce(*to_reduce_[next_reduce_])) {
-    limit_reductions();
+    limit_reductions(*to_reduce_[next_reduce_]);
     issue_reduce(*to_reduce_[next_reduce_++]);
   }
 }
 
-void Context::limit_reductions() {
-  // One reduction in flight beside the group whose gradients arrive. While it waits, this rank issues no gathers and
-  // answers no questions: a rank that got no gradients for this group (it cut the group off from its loss) and needs a
-  // gather first would wait forever. So only where all ranks do the same as far as is known, and not for long.
-  if (bounded_ && !reducing_.empty()) bounded_ = reducing_.back()->wait_inputs(patience_);
+void Context::limit_reductions(ParamGroup& next) {
+  // One reduction in flight (or as many as the user wants) beside the group whose gradients arrive. While it waits,
+  // this rank issues no gathers and answers no questions: a rank that got no gradients for this group (it cut the group
+  // off from its loss) and needs a gather first would wait forever. So only where all ranks do the same as far as is
+  // known, and not for long.
+  const auto allowed = static_cast<size_t>(next.flags().max_reductions);
+  if (bounded_ && reducing_.size() >= allowed) {
+    bounded_ = reducing_[reducing_.size() - allowed]->wait_inputs(patience_);
+  }
 }
 
 void Context::issue_reduce(ParamGroup& group) {
@@ -680,7 +684,7 @@ void Context::finish_backward() {
     };
     for (; next_reduce_ < to_reduce_.size(); ++next_reduce_) {
       if (anywhere(*to_reduce_[next_reduce_])) {
-        limit_reductions();
+        limit_reductions(*to_reduce_[next_reduce_]);
         issue_reduce(*to_reduce_[next_reduce_]);
       }
     }
@@ -688,7 +692,7 @@ void Context::finish_backward() {
     for (auto id = order_.rbegin(); id != order_.rend(); ++id) {
       auto* group = group_at(*id);
       if (!group || group->place.issued || !group->flags().sync_gradients || !anywhere(*group)) continue;
-      limit_reductions();
+      limit_reductions(*group);
       issue_reduce(*group);
     }
     for (auto* group : groups_) {

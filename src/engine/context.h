@@ -113,7 +113,7 @@ class Context : public std::enable_shared_from_this<Context> {
   void issue_reduce(ParamGroup& group);
   void issue_ready_reductions();
   bool ready_to_reduce(const ParamGroup& group) const;
-  void limit_reductions();
+  void limit_reductions(ParamGroup& next);
   /// Issues everything that the other ranks count on, so that giving up here cannot leave them waiting.
   void drain() noexcept;
   void give_up(const std::string& what) noexcept;

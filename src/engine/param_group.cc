@@ -4,10 +4,8 @@
 #include <cmath>
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/from_blob.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/record_function.h>
 #include <c10/core/InferenceMode.h>
@@ -16,6 +14,7 @@
 #include "base/memory.h"
 #include "comm/custom_channel.h"
 #include "engine/context.h"
+#include "engine/plain_tensors.h"
 #include "engine/run_views.h"
 #include "mesh/mesh_state.h"
 
@@ -23,11 +22,6 @@ namespace fsdp::engine {
 namespace {
 
 int64_t width(at::ScalarType type) { return static_cast<int64_t>(c10::elementSize(type)); }
-
-// Views that are handed out, or that only the engine sees, must not be autograd views.
-struct PlainTensors {
-  at::AutoDispatchBelowADInplaceOrView below;
-};
 
 // A tensor of a Python class with operators of its own.
 bool runs_operators(const at::Tensor& tensor) { return tensor.key_set().has(c10::DispatchKey::Python); }
@@ -340,79 +334,6 @@ void ParamGroup::free_leaves() {
   if (std::exchange(leaves_allocated_, false)) note_param_bytes(-unsharded_bytes());
 }
 
-// --- in place -------------------------------------------------------------------------------------------------------
-
-void ParamGroup::share_memory() {
-  if (common_) return;
-  if (params_.empty()) return;
-  if (context_ && context_->phase() != Phase::kIdle) {
-    throw InvalidArgument("libfsdp: group '" + name_ +
-                          "' is in the middle of a forward or backward; call set_symm_mem_for_comm between steps");
-  }
-  const char* other = params_[0]->array(1).line > 0      ? "a flat layout"
-                      : part_                            ? "a number for reshard_after_forward"
-                      : extended_                        ? "parameters with an extension"
-                      : custom_gather_ || custom_reduce_ ? "a custom collective"
-                      : !device_.is_cpu()                ? "parameters on a device"
-                                                         : nullptr;
-  if (other) {
-    throw NotSupported("libfsdp: group '" + name_ + "' has " + other +
-                       ", beside which its parameters cannot lie in shared memory (set_symm_mem_for_comm)");
-  }
-  at::NoGradGuard no_grad;
-  c10::InferenceMode normal(false);
-  PlainTensors plain;
-  reshard();
-  drop_discarded();
-  constexpr int64_t kLine = 64;  // bytes: no two parameters in one line of a cache
-  int64_t length = 0;
-  for (const auto& target : targets_) {
-    common_at_.push_back(length);
-    length += (target.tensor().numel() * width(target.dtype()) + kLine - 1) / kLine * kLine;
-  }
-  common_ = comm::CommonMemory::make(*axis_.channel, length);
-  const auto lent = [memory = common_](void* at, at::IntArrayRef sizes, at::ScalarType dtype) {
-    return at::from_blob(
-        at, sizes, [memory](void*) {}, at::TensorOptions().dtype(dtype));
-  };
-  for (size_t i = 0; i < targets_.size(); ++i) {
-    const auto& target = targets_[i];
-    auto& param = *target.param;
-    const auto whole = lent(common_->shared() + common_at_[i], target.tensor().sizes(), target.dtype());
-    const auto part = param.part_of(whole, rows_here(param));
-    if (param.dtype() == target.dtype() && part.is_contiguous()) {
-      param.move_shard(lent(part.data_ptr(), param.shard().sizes(), target.dtype()));
-    } else {
-      copied_there_.emplace_back(part, &param);
-    }
-  }
-  flat_shard_.reset();
-  assembled_ = true;
-}
-
-void ParamGroup::refuse_in_place(const char* what) const {
-  if (!common_) return;
-  throw NotSupported("libfsdp: the parameters of group '" + name_ +
-                     "' lie in shared memory (set_symm_mem_for_comm): " + what + " has no place beside that");
-}
-
-void ParamGroup::publish() {
-  at::NoGradGuard no_grad;
-  PlainTensors plain;
-  for (const auto& [part, param] : copied_there_) part.copy_(param->shard().view(part.sizes()));
-}
-
-void ParamGroup::open() {
-  TORCH_INTERNAL_ASSERT(state_ == GatherState::kSharded && common_);
-  for (size_t i = 0; i < targets_.size(); ++i) {
-    const auto& tensor = targets_[i].tensor();
-    base::lend_storage(tensor, common_->own() + common_at_[i], tensor.numel() * width(tensor.scalar_type()));
-  }
-  for (auto& param : params_) param->filled_version_ = param->version();
-  opened_ = true;
-  state_ = GatherState::kUnsharded;
-}
-
 // --- other ways to gather -------------------------------------------------------------------------------------------
 
 void ParamGroup::set_custom_gather(std::shared_ptr<CustomAllGather> gather) {
@@ -454,6 +375,20 @@ void ParamGroup::set_custom_reduce(std::shared_ptr<CustomReduceScatter> reduce) 
   custom_reduce_ = reduce != nullptr;
   reduce_channel_ = mesh_.state()->axis_channel(mesh_.ndim() - 1, mesh::Lane::kReduce);
   if (reduce) reduce_channel_ = std::make_shared<comm::CustomChannel>(reduce_channel_, nullptr, std::move(reduce));
+}
+
+void ParamGroup::set_all_reduce_hook(std::function<void(const at::Tensor&)> hook, std::optional<c10::Stream> stream) {
+  all_reduce_hook_ = std::move(hook);
+  hook_stream_ = stream && base::Stream::current(device_) ? base::Stream(*stream) : base::Stream();
+}
+
+void ParamGroup::run_hook(const at::Tensor& output) const {
+  hook_stream_.wait_for(streams_->reduce);
+  {
+    const base::OnStream lane(hook_stream_);
+    all_reduce_hook_(output);
+  }
+  streams_->reduce.wait_for(hook_stream_);
 }
 
 void ParamGroup::keep_over(int64_t ranks) {
@@ -732,7 +667,7 @@ void ParamGroup::finish_reduce(const uint8_t* used) {
       average(bucket, reduction.output);
     }
     if (!reduction.output.defined()) continue;
-    if (all_reduce_hook_) all_reduce_hook_(reduction.output);
+    if (all_reduce_hook_) run_hook(reduction.output);
     for (size_t i = 0; i < bucket.params.size(); ++i) {
       auto& param = *bucket.params[i];
       if (!used[param.index()]) continue;

@@ -42,7 +42,8 @@ struct GroupFlags {
   bool reshard_after_backward = true;
   bool sync_gradients = true;
   bool all_reduce_gradients = true;
-  double divide_factor = 0;  // 0: the number of ranks that contribute
+  double divide_factor = 0;    // 0: the number of ranks that contribute
+  int64_t max_reductions = 1;  // in flight when this group's is issued, itself not counted; each rank's own business
 };
 
 struct NamedParam {
@@ -136,8 +137,9 @@ class ParamGroup {
   // --- a user's own collectives, the same on all ranks; null: the engine's ------------------------------------------
   void set_custom_gather(std::shared_ptr<CustomAllGather> gather);
   void set_custom_reduce(std::shared_ptr<CustomReduceScatter> reduce);
-  /// Gets each averaged reduction's result of this rank, flat, before the parameters do; may write to it.
-  void set_all_reduce_hook(std::function<void(const at::Tensor&)> hook) { all_reduce_hook_ = std::move(hook); }
+  /// Gets each averaged reduction's result of this rank, flat, before the parameters do; may write to it. On a device
+  /// with streams `stream` is the current one then, or that of reductions where none is given.
+  void set_all_reduce_hook(std::function<void(const at::Tensor&)> hook, std::optional<c10::Stream> stream = {});
   /// Which of the three there are.
   int customs() const {
     return static_cast<bool>(custom_gather_) + 2 * custom_reduce_ + 4 * static_cast<bool>(all_reduce_hook_);
@@ -215,6 +217,7 @@ class ParamGroup {
   bool one_form() const;
   at::Tensor gather_input() const;
   void assemble(const at::Tensor& source) const;
+  void run_hook(const at::Tensor& output) const;
   void average(Bucket& bucket, at::Tensor& output);
   at::Tensor rows_of(const Bucket& bucket, size_t i, const at::Tensor& output) const;
   at::ScalarType reduce_dtype(const ShardedParam& param) const;
@@ -229,6 +232,7 @@ class ParamGroup {
   std::shared_ptr<CustomAllGather> custom_gather_;
   bool custom_reduce_ = false;
   std::function<void(const at::Tensor&)> all_reduce_hook_;
+  base::Stream hook_stream_;
   int64_t world_ = 1, rank_ = 0, replicas_ = 1;
   c10::Device device_;
 

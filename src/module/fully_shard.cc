@@ -364,8 +364,9 @@ void FSDPModuleBase::set_custom_reduce_scatter(std::shared_ptr<CustomReduceScatt
   state_->context().note_config_change();
 }
 
-void FSDPModuleBase::set_all_reduce_hook(std::function<void(const at::Tensor&)> hook) {
-  state_->group().set_all_reduce_hook(std::move(hook));
+void FSDPModuleBase::set_all_reduce_hook(std::function<void(const at::Tensor&)> hook,
+                                         std::optional<c10::Stream> stream) {
+  state_->group().set_all_reduce_hook(std::move(hook), stream);
   state_->context().note_config_change();
 }
 
@@ -373,7 +374,23 @@ void FSDPModuleBase::set_post_optim_event(std::shared_ptr<const c10::Event> even
   state_->context().set_optimizer_event(std::move(event));
 }
 
+void FSDPModuleBase::set_reduce_scatter_max_input_buffers(int64_t max_input_buffers, bool recurse) {
+  if (max_input_buffers < 1) {
+    throw InvalidArgument(c10::str("libfsdp: max_input_buffers is ", max_input_buffers,
+                                   "; at least 1 reduction must be allowed to be in flight"));
+  }
+  for_each_group(*state_, recurse, [&](auto& group) { group.flags().max_reductions = max_input_buffers; });
+}
+
 void FSDPModuleBase::set_reduce_scatter_unused_params(bool, bool) {}
+void FSDPModuleBase::set_force_sum_reduction_for_comms(bool) {}
+void FSDPModuleBase::set_separate_reduce_scatter_group(bool, bool) {}
+void FSDPModuleBase::set_allocate_memory_from_process_group_for_comm(bool) {
+  constexpr int kCollectives = 3;
+  if ((state_->group().customs() & kCollectives) == 0) return;
+  throw InvalidArgument("libfsdp: group '" + state_->group().name() +
+                        "' has a custom collective, which takes its buffers where it wants");
+}
 
 void FSDPModuleBase::reset_iter_state() {
   if (state_->group().place.parent) {

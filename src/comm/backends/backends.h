@@ -15,6 +15,10 @@ std::shared_ptr<Channel> open_mpi(const Rendezvous& rendezvous);
 /// Shared memory between processes of one host; CPU tensors. NotSupported where the ranks do not share one.
 std::shared_ptr<Channel> open_shm(const Rendezvous& rendezvous);
 
+/// NCCL for tensors of a GPU, one GPU a rank (the current device when the channel is opened); open_nearest() for those
+/// of the host. Only in builds with FSDP_NCCL.
+std::shared_ptr<Channel> open_nccl(const Rendezvous& rendezvous);
+
 /// The engine of choice, channel by channel: shm where all members share a host, else gloo.
 std::shared_ptr<Channel> open_nearest(const Rendezvous& rendezvous);
 

@@ -229,6 +229,28 @@ TEST_P(StreamsTest, AnInputIsKeptFromWorkThatComesBeforeTheEnd) {
   EXPECT_EQ(fake_device::races(), std::vector<std::string>());
 }
 
+TEST_P(StreamsTest, AHookRunsOnTheUsersStreamBetweenTheOthers) {
+  const auto own = base::Stream::another(kDevice);
+  int64_t ran_on = -1;
+  group->set_all_reduce_hook(
+      [&](const at::Tensor& gradients) {
+        ran_on = (*base::Stream::current(kDevice)).id();
+        at::AutoDispatchBelowADInplaceOrView below;
+        gradients.mul_(2);
+      },
+      *own);
+  reduce(GetParam().ranks);
+  hand_out();
+  EXPECT_EQ(ran_on, (*own).id());
+  for (const auto& param : group->params()) {
+    const auto gradient = slot(*param).grad.to(at::kCPU);
+    EXPECT_TRUE(torch::equal(gradient, torch::full_like(gradient, 2))) << param->name();
+  }
+  optimizer_step();
+  EXPECT_EQ(fake_device::races(), std::vector<std::string>());
+  group->set_all_reduce_hook(nullptr);
+}
+
 TEST_P(StreamsTest, AnEventOfTheOptimizerFreesGathersFromLaterWork) {
   reduce(1);
   hand_out();

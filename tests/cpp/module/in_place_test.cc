@@ -268,7 +268,9 @@ TEST(InPlaceWritesThreads, RefusesWhatHasNoPlaceBesideIt) {
     const auto custom = std::make_shared<Nothing>();
     twin.model().set_custom_reduce_scatter(custom);
     EXPECT_THROW(twin.model().set_symm_mem_for_comm(), NotSupported);
+    EXPECT_THROW(twin.model().set_allocate_memory_from_process_group_for_comm(true), InvalidArgument);
     twin.model().set_custom_reduce_scatter(nullptr);
+    twin.model().set_allocate_memory_from_process_group_for_comm(true);
     twin.model().set_symm_mem_for_comm();
     EXPECT_THROW(twin.model().set_custom_reduce_scatter(custom), NotSupported);
     const auto out = twin.sharded_loss();

@@ -226,6 +226,25 @@ TEST_P(MemoryThreads, TwoGroupsAndTheRootAreWhole) {
   });
 }
 
+TEST_P(MemoryThreads, AsManyReductionsAsAllowedAreInFlight) {
+  constexpr int kBlocks = 6;
+  constexpr int64_t kBlockBytes = (kWidth * kWidth + kWidth) * 8;
+  run_twins(ranks(), stack_case(kBlocks, ranks()), Grouping::kChildren, [&](Twin& twin, int) {
+    auto& stats = twin.context().stats();
+    EXPECT_THROW(twin.model().set_reduce_scatter_max_input_buffers(0), InvalidArgument);
+    twin.train_step();
+    for (const int64_t allowed : {1, 2, 4}) {
+      twin.model().set_reduce_scatter_max_input_buffers(allowed);
+      stats.unsharded_gradients.peak = stats.unsharded_gradients.now;
+      twin.train_step();
+      // Beside them, the gradients of the block that is next and of the root, which come bit by bit.
+      EXPECT_GE(stats.unsharded_gradients.peak, (allowed + 1) * kBlockBytes) << allowed;
+      EXPECT_LT(stats.unsharded_gradients.peak, (allowed + 2) * kBlockBytes) << allowed;
+    }
+    twin.expect_equal_parameters();
+  });
+}
+
 TEST_P(MemoryThreads, NothingStaysAfterEval) {
   run_twins(ranks(), stack_case(3, ranks()), Grouping::kChildren, [](Twin& twin, int) {
     at::NoGradGuard no_grad;

@@ -176,3 +176,16 @@ def test_in_place_beside_custom_collectives(rank, world):
     model.blocks[1].set_symm_mem_for_comm()
     with pytest.raises(NotImplementedError, match="shared memory"):
         model.blocks[1].set_custom_all_gather(AllGather(False))
+
+
+@on_ranks(2)
+def test_more_reductions_in_flight_and_a_stream_for_hooks(rank, world):
+    seen = []
+
+    def prepare(model):
+        if isinstance(model, FSDPModule):
+            model.set_reduce_scatter_max_input_buffers(3)
+            model.blocks[0].set_all_reduce_hook(lambda gradients: seen.append(gradients.numel()), stream=torch.Stream())
+
+    compare(Stack(), rank, world, prepare=prepare, beside_torch=False)
+    assert len(seen) == 3

@@ -146,8 +146,6 @@ def test_what_is_missing_says_so():
         lambda: fully_shard(
             nn.Linear(4, 4), mesh=torch.distributed.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)),
             dp_mesh_dims=libfsdp.DataParallelMeshDims(replicate="dp")),
-        lambda: fully_shard(nn.Linear(4, 4)).set_all_reduce_hook(lambda tensor: None, stream=object()),
-        lambda: fully_shard(nn.Linear(4, 4)).set_reduce_scatter_max_input_buffers(2),
     ]
     for call in missing:
         with pytest.raises(NotImplementedError, match="libfsdp"):
