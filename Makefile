@@ -104,9 +104,9 @@ bench: tools ## measure against PyTorch; tables, bench/out/report.json and chart
 	$(call build,$(PRESET),)
 	@$(BIN)/python bench/compare.py --build $(BUILD) $(if $(QUICK),--quick) $(ARGS)
 
-compat: tools build/.compat-tools ## PyTorch's own FSDP2 suite with libfsdp in place; writes tests/compat/report.md
+compat: tools build/.compat-tools ## PyTorch's own FSDP suites with libfsdp in place (SUITES="fsdp2 fsdp1"); writes tests/compat/report_*.md
 	$(call build,$(PRESET),fsdp_python)
-	@tests/compat/run.sh $(BIN)/python $(BUILD)/python build/compat
+	@tests/compat/run.sh $(BIN)/python $(BUILD)/python build/compat $(SUITES)
 
 build/.compat-tools: tests/compat/requirements.txt $(VENV)/.complete
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --requirement $<

@@ -23,7 +23,7 @@ _PAIRS: list[tuple[Any, Any]] = [
 ]
 
 #: Modules of torch that keep torch's own.
-_IMPLEMENTATIONS = {torch_face.__name__, TorchFSDP.__module__, "torch.distributed.fsdp._wrap_utils"}
+_IMPLEMENTATIONS = {torch_face.__name__, "torch.distributed.fsdp._wrap_utils"}
 
 #: Where install() put what: (module, the name there, torch's object).
 _replaced: list[tuple[Any, str, Any]] = []

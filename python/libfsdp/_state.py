@@ -85,6 +85,7 @@ class FSDPState:
         self.beside: list[FSDPState] = []
         self._state_ctx = Model([self])
         self._ready = False  # arranged with the module that is outermost
+        self._outermost = False
         self._prefetch: dict[bool, list[weakref.ref[FSDPState]]] = {}  # by whether it is for backward
         self._post_optim_event: torch.Event | None = None
 
@@ -160,6 +161,7 @@ class FSDPState:
 
     def _arranged(self, outermost: bool) -> None:
         """This state is about to be part of a model."""
+        self._outermost = outermost
         if self._auto_reshard:
             self.group.reshard_after_forward = not outermost
 
@@ -236,6 +238,8 @@ class FSDPState:
     def pre_forward(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         if not self._ready:
             self.arrange()
+        elif self._outermost and not self.group.busy and not self.group.adopt():
+            self._adopt_own()  # entering looks at the groups inside alone
         if self._post_optim_event is not None:
             self._post_optim_event.synchronize()
             self._post_optim_event = None

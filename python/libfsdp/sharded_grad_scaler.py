@@ -52,7 +52,9 @@ def _held(optimizer: torch.optim.Optimizer) -> dict[Any, list[torch.Tensor]]:
             if param.grad is None:
                 continue
             if param.grad.is_sparse:
-                raise NotImplementedError("libfsdp does not unscale sparse gradients yet: make them dense")
-            local = param.grad._local_tensor if isinstance(param.grad, DTensor) else param.grad
+                param.grad = param.grad.coalesce()  # rows that occur twice may overflow together
+                local = param.grad._values()
+            else:
+                local = param.grad._local_tensor if isinstance(param.grad, DTensor) else param.grad
             held.setdefault((local.device, local.dtype), []).append(local)
     return held

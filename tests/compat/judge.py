@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""judge.py --expected expected.toml --report report.md RUN.json...: what a run of the suite says about libfsdp.
+"""judge.py --expected expected.toml --report report.md RUN.json...: what runs of a suite say about libfsdp.
 
 A run is what run_suite.py wrote; where several are given, a test that one skipped is what a later one says of it (the
 same suite on more ranks). Each test that does not pass is listed in expected.toml with its reason. Whatever happens
@@ -13,6 +13,9 @@ import tomllib
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+
+#: run_suite's name of a suite -> what it is.
+SUITES = {"fsdp2": "FSDP2", "fsdp1": "classic FSDP"}
 
 #: run_suite's outcome -> what may be expected
 GROUPS = {"ok": "passes", "fail": "fails", "error": "fails", "timeout": "fails", "skip": "skips", "vacuous": "skips"}
@@ -93,9 +96,9 @@ def judge(outcomes, listings):
     return verdict
 
 
-def report(verdict, listings):
+def report(verdict, listings, suite):
     """Markdown, the same for the same outcomes."""
-    lines = ["# PyTorch's FSDP2 suite on libfsdp", "", "Written by `make compat`; docs/compat.md says how to read it.",
+    lines = [f"# PyTorch's {SUITES[suite]} suite on libfsdp", "", "Written by `make compat`; docs/compat.md says how to read it.",
              "", f"**{verdict}**", "", "| file | passed | failed | skipped |", "| --- | --- | --- | --- |"]
     counts = {column: Counter(test.split(".")[0] for test in tests) for column, tests in
               (("passed", verdict.passed), ("failed", verdict.unexpected), ("skipped", verdict.listed))}
@@ -126,9 +129,10 @@ def main(arguments=None):
     parser.add_argument("runs", type=Path, nargs="+")
     given = parser.parse_args(arguments)
     listings = read_expected(given.expected.read_text())
-    verdict = judge(outcomes_of(json.loads(run.read_text()) for run in given.runs), listings)
+    runs = [json.loads(run.read_text()) for run in given.runs]
+    verdict = judge(outcomes_of(runs), listings)
     if given.report:
-        given.report.write_text(report(verdict, listings))
+        given.report.write_text(report(verdict, listings, runs[0]["which"]))
     for test, why in sorted(verdict.unexpected.items()):
         print(f"unexpected: {test} {_one_line(why)}")
     print(verdict)

@@ -30,7 +30,7 @@ kind = "unmeasured"
 reason = "torch's own functions"
 tests = ["test_b.T.vacuous"]
 """
-TWO_RANKS = {"files": {
+TWO_RANKS = {"which": "fsdp2", "files": {
     "test_a.py": {"T.good": {"outcome": "ok"}, "T.mended": {"outcome": "timeout"},
                   "T.private": {"outcome": "error", "exc": "AttributeError", "reason": "x"}},
     "test_b.py": {"T.large": {"outcome": "skip", "reason": "needs 4 ranks"}, "T.vacuous": {"outcome": "ok"}},
@@ -50,7 +50,7 @@ def run(tmp_path, *runs, expected=EXPECTED):
 def changed(file, test, outcome, **more):
     files = {name: dict(tests) for name, tests in TWO_RANKS["files"].items()}
     files[file][test] = {"outcome": outcome, **more}
-    return {"files": files}
+    return {"which": "fsdp2", "files": files}
 
 
 def test_what_is_listed_counts_as_skipped(tmp_path):
@@ -80,13 +80,13 @@ def test_another_outcome_than_the_listed_one_is_unexpected(tmp_path, file, test,
 
 def test_a_listed_test_that_is_gone_is_unexpected(tmp_path):
     files = {"test_a.py": TWO_RANKS["files"]["test_a.py"]}
-    code, lines, _ = run(tmp_path, {"files": files})
+    code, lines, _ = run(tmp_path, {"which": "fsdp2", "files": files})
     assert code == 1 and lines[-1] == "1 passed, 2 failed, 2 skipped"
     assert lines[0] == "unexpected: test_b.T.large is listed, and was not run"
 
 
 def test_a_run_on_more_ranks_says_what_fewer_skipped(tmp_path):
-    on_four = {"files": {"test_b.py": {"T.large": {"outcome": "ok"}}, "test_a.py": {"T.good": {"outcome": "fail"}}}}
+    on_four = {"which": "fsdp2", "files": {"test_b.py": {"T.large": {"outcome": "ok"}}, "test_a.py": {"T.good": {"outcome": "fail"}}}}
     code, lines, _ = run(tmp_path, TWO_RANKS, on_four)
     assert code == 1 and lines[0].startswith("unexpected: test_b.T.large passes, and is listed as one that skips")
     assert lines[-1] == "1 passed, 1 failed, 3 skipped"  # what two ranks ran stands
@@ -99,5 +99,6 @@ def test_a_list_that_is_wrong_is_refused():
         judge.read_expected(EXPECTED.replace('"device"', '"tired"'))
 
 
-def test_the_projects_own_list_is_well_formed():
-    assert judge.read_expected((COMPAT / "expected.toml").read_text())
+@pytest.mark.parametrize("suite", judge.SUITES)
+def test_the_projects_own_lists_are_well_formed(suite):
+    assert judge.read_expected((COMPAT / f"expected_{suite}.toml").read_text())

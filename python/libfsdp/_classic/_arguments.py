@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -18,8 +19,8 @@ def ignored(module: nn.Module, modules: Iterable[nn.Module] | None, states: Iter
     """What ``ignored_modules`` and ``ignored_states`` name, and what wrappers inside already ignore.
 
     Raises:
-        ValueError: both are given, or one of the modules is wrapped.
-        TypeError: neither modules nor parameters, or both mixed.
+        ValueError: both are given, one of the modules is wrapped, or states are of neither kind or of both.
+        TypeError: ``ignored_modules`` cannot be iterated over.
     """
     if modules is not None and states is not None:
         raise ValueError("Cannot pass both ignored_modules and ignored_states at the same time. Please just pass "
@@ -32,10 +33,12 @@ def ignored(module: nn.Module, modules: Iterable[nn.Module] | None, states: Iter
         elif all(isinstance(each, nn.Parameter) for each in listed):
             params = listed
         else:
-            kinds = sorted({type(each).__name__ for each in listed})
             raise ValueError("ignored_states expects all nn.Parameter or all nn.Module list elements but got types "
-                             f"{kinds}")
+                             f"{_types(listed)}")
     roots = _listed(modules)
+    if module in roots:
+        warnings.warn("Trying to ignore the top-level module passed into the FSDP constructor itself will result in "
+                      "all parameters being ignored and is not well-supported", stacklevel=4)
     found = {child for root in roots for child in root.modules() if state_of(child) is None}
     for each in module.modules():
         found |= getattr(each, "_ignored_modules", None) or set() if state_of(each) is not None else set()
@@ -46,17 +49,20 @@ def ignored(module: nn.Module, modules: Iterable[nn.Module] | None, states: Iter
 def _listed(modules: Iterable[nn.Module] | None) -> list[nn.Module]:
     if modules is None:
         return []
-    expected = "`ignored_modules` should be an iterable of `torch.nn.Module`s but got "
     try:
         listed = list(modules)
     except TypeError as error:
-        raise TypeError(f"{expected}{type(modules)}") from error
-    for each in listed:
-        if not isinstance(each, nn.Module):
-            raise TypeError(f"{expected}an iterable with {type(each)}")
-        if state_of(each) is not None:
-            raise ValueError("`ignored_modules` should not include FSDP modules")
+        raise TypeError("`ignored_modules` should be an iterable of `torch.nn.Module`s but got "
+                        f"{type(modules)}") from error
+    if not all(isinstance(each, nn.Module) for each in listed):
+        raise ValueError(f"ignored_modules expects nn.Module list elements but got types {_types(listed)}")
+    if any(state_of(each) is not None for each in listed):
+        raise ValueError("`ignored_modules` should not include FSDP modules")
     return listed
+
+
+def _types(listed: list[Any]) -> list[type]:
+    return sorted({type(each) for each in listed}, key=repr)
 
 
 def materialise(module: nn.Module, ignored_modules: set[nn.Module], init: Callable[[nn.Module], None] | None,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from ._unit import Unit, units_in
+from ._unit import units_in
 
 
 @torch.no_grad()
@@ -26,7 +27,7 @@ def clip_grad_norm(module: nn.Module, max_norm: float, norm_type: float) -> torc
     dtypes: list[torch.dtype] = []
     for unit in units_in(module):
         held = sharded.setdefault(unit.ranks.shard_group, [])
-        for param in _parameters(unit):
+        for param in unit.params:
             taken.add(param)
             if param.requires_grad:
                 dtypes.append(param.dtype)  # not the gradients': not every rank has one
@@ -51,13 +52,11 @@ def clip_grad_norm(module: nn.Module, max_norm: float, norm_type: float) -> torc
     factor = (float(max_norm) / (total + 1e-6)).clamp(max=1.0)
     for gradient in gradients:
         gradient.mul_(factor.to(gradient.dtype))
-    return total.to(functools.reduce(torch.promote_types, dtypes) if dtypes else torch.float32)
-
-
-def _parameters(unit: Unit) -> list[nn.Parameter]:
-    if unit.flat_param is not None:
-        return [unit.flat_param]
-    return [piece.param for piece in unit.pieces]
+    total = total.to(functools.reduce(torch.promote_types, dtypes) if dtypes else torch.float32)
+    if not gradients and total == 0:
+        warnings.warn(f"Called FSDP.clip_grad_norm_() on rank {module.rank} with no gradients -- returning the total "
+                      f"norm in the default dtype {total.dtype}", stacklevel=4)
+    return total
 
 
 def _joined(norms: list[torch.Tensor], order: float) -> torch.Tensor:

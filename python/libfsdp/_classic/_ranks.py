@@ -32,6 +32,12 @@ class Ranks:
     part: int
 
     @property
+    def is_first(self) -> bool:
+        """Whether this is the rank for which rank0_only makes an exception; of a hybrid strategy there is one for each
+        replica."""
+        return self.group is None or dist.get_rank(self.group) == 0
+
+    @property
     def shard_group(self) -> dist.ProcessGroup | None:
         """Those that the parameters are cut over. None where this rank holds them whole."""
         return self.group if self.parts > 1 else None
@@ -59,8 +65,9 @@ def resolve(group: Any, strategy: ShardingStrategy, device_mesh: DeviceMesh | No
         return _hybrid(device_mesh.get_group(1), device_mesh.get_group(0), device_mesh.mesh.tolist(), device_mesh,
                        device)
     if not dist.is_initialized():
-        if group is not None:
-            raise ValueError("a process group was given, but torch.distributed is not initialised")
+        given = group if isinstance(group, tuple) else (group,)
+        if any(each is not None and each.size() > 1 for each in given):
+            raise ValueError("a process group of several ranks was given, but torch.distributed is not initialised")
         return Ranks(None, None, None, alone(device), 1, 0)
     if not hybrid:
         if isinstance(group, tuple):

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ._unit import FLAT_PARAM, Unit, units_in
@@ -19,7 +18,7 @@ def summoned(units: list[Unit], writeback: bool, rank0_only: bool, offload_to_cp
 
     Raises:
         NotImplementedError: ``writeback`` of parameters that only rank 0 has; gradients of flat parameters.
-        ValueError: one of them is in forward or backward, or summoned already.
+        AssertionError: inside a forward or a backward, or one of them is summoned already.
     """
     if rank0_only and writeback:
         raise NotImplementedError("writeback=True and rank0_only=True is not supported, as model parameter shapes will "
@@ -30,11 +29,21 @@ def summoned(units: list[Unit], writeback: bool, rank0_only: bool, offload_to_cp
     for unit in units:
         if with_grads and not unit.use_orig_params:
             raise NotImplementedError("with_grads=True is only supported with use_orig_params=True")
-        unit.assert_idle("summon_full_params")
+        _assert_may_show(unit)
+        unit.adopt()
     with ExitStack() as stack:
         for unit in units:
             stack.enter_context(_one(unit, writeback, rank0_only, offload_to_cpu, with_grads))
         yield
+
+
+def _assert_may_show(unit: Unit) -> None:
+    name = unit.group.name
+    if unit.summoned:
+        raise AssertionError(f"Cannot manually unshard parameters when already unsharding parameters: '{name}' is "
+                             "inside another summon_full_params")
+    if unit.group.busy or torch._C._current_graph_task_id() >= 0:
+        raise AssertionError(f"Cannot manually unshard parameters during forward/backward: of '{name}'")
 
 
 @contextmanager
@@ -43,7 +52,7 @@ def _one(unit: Unit, writeback: bool, rank0_only: bool, offload_to_cpu: bool, wi
     gradients = unit.whole_gradients() if with_grads else [None] * len(wholes)
     if offload_to_cpu:
         wholes = [whole.cpu() for whole in wholes]
-    shows = not rank0_only or not dist.is_initialized() or dist.get_rank() == 0
+    shows = not rank0_only or unit.ranks.is_first
     unit.group.lent = True
     if not shows:
         try:
@@ -57,8 +66,7 @@ def _one(unit: Unit, writeback: bool, rank0_only: bool, offload_to_cpu: bool, wi
         yield
     finally:
         try:
-            # One copy is all there is without shards: as with torch's, writes to it stay.
-            _write_back(unit, gradients, held, writeback or unit.ranks.parts == 1)
+            _write_back(unit, gradients, held, writeback or unit.shows_itself)
         finally:
             _hide(unit, held, leaves)
             unit.group.lent = False

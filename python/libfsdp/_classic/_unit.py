@@ -11,12 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision, MixedPrecisionPolicy, ShardingStrategy
+from torch.utils.hooks import RemovableHandle
 
 from .. import _C, _stale_optimizers
 from .._fully_shard import Found, place_of
 from .._state import FSDPState, Home, state_of
 from ._buffers import CastBuffers
 from ._ranks import Ranks
+from ._step_in_backward import refuse_in_backward, step_in_backward
 
 FLAT_PARAM = "_flat_param"
 
@@ -62,6 +64,7 @@ class Unit(FSDPState):
         self.flat_param: nn.Parameter | None = None
         self._holder = weakref.ref(holder)
         self._buffers = buffers
+        self._steps: list[RemovableHandle] = []
         self.total = sum(each.param.numel() for each in found)
         self.chunk = math.ceil(self.total / ranks.parts)
         first = min(self.total, self.chunk * ranks.part)
@@ -126,14 +129,36 @@ class Unit(FSDPState):
     def _arranged(self, outermost: bool) -> None:
         super()._arranged(outermost)
         self._buffers.cast()
+        self._arrange_steps()
         precision = self.mixed_precision
-        casts = precision.cast_forward_inputs or (outermost and precision.cast_root_forward_inputs)
-        self._input_dtype = precision.param_dtype if casts and self.pieces else None
+        # The outermost casts for those inside, even where it has no parameters of its own.
+        casts = (precision.cast_forward_inputs and self.pieces) or (outermost and precision.cast_root_forward_inputs)
+        self._input_dtype = precision.param_dtype if casts else None
+
+    def _arrange_steps(self) -> None:
+        for handle in self._steps:
+            handle.remove()
+        if self.flat_param is not None:
+            refuse_in_backward(self.flat_param, self.group.name)
+        else:
+            self._steps = step_in_backward(self.params)
 
     @property
     def summoned(self) -> bool:
         """Whether the modules show whole parameters that are not the engine's."""
         return self.group.lent
+
+    @property
+    def shows_itself(self) -> bool:
+        """Whether writes to summoned parameters stay without writeback, as with torch's: where there are no shards, it
+        shows the copy that there is, unless that is offloaded."""
+        offloads = self.modules[0].cpu_offload.offload_params
+        return self.strategy is ShardingStrategy.NO_SHARD and not offloads
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """What users hold."""
+        return [self.flat_param] if self.flat_param is not None else [piece.param for piece in self.pieces]
 
     @property
     def holder(self) -> nn.Module:
@@ -163,6 +188,13 @@ class Unit(FSDPState):
             raise ValueError(f"libfsdp: {what} of '{self.group.name}' inside {state}: expected to be in states "
                              f"[IDLE]")
 
+    def adopt(self) -> None:
+        """As of any state. RuntimeError for a parameter of another shape."""
+        try:
+            super().adopt()
+        except ValueError as error:
+            raise RuntimeError(f"Cannot writeback what a parameter was replaced by: {error}") from error
+
     def shard_process_group(self) -> dist.ProcessGroup | None:
         return self.ranks.group
 
@@ -173,6 +205,11 @@ class Unit(FSDPState):
         first = self.group.shard(0)
         return torch.empty(0, dtype=first.dtype, device=first.device).set_(
             first.untyped_storage(), 0, (len(self.part),))
+
+    def stretches(self, lead: int, numel: int) -> list[range]:
+        """Of ``numel`` elements of the line from ``lead`` on, those that each rank holds."""
+        ends = [min(max(rank * self.chunk - lead, 0), numel) for rank in range(self.ranks.parts + 1)]
+        return [range(begin, end) for begin, end in zip(ends, ends[1:])]
 
     def offset(self, piece: Piece) -> int:
         """Where the piece's elements begin in this rank's part of the line."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -105,6 +106,9 @@ class FullyShardedDataParallel(TorchFSDP):
         if precision.keep_low_precision_grads:
             raise NotImplementedError("libfsdp does not have MixedPrecision(keep_low_precision_grads=True) yet: "
                                       "gradients are of the parameters' dtype")
+        if os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1" and (precision.param_dtype or precision.buffer_dtype):
+            raise NotImplementedError("libfsdp does not have FSDP_USE_FULL_PREC_IN_EVAL=1: evaluation is of the "
+                                      "mixed_precision given, too; wrap a model without one for it")
         self._fsdp_wrapped_module = module
         self._ignored_modules, self._ignored_params = _arguments.ignored(module, ignored_modules, ignored_states)
         device = _device(device_mesh, device_id)
@@ -155,9 +159,12 @@ class FullyShardedDataParallel(TorchFSDP):
         self.world_size = dist.get_world_size(ranks.group) if ranks.group is not None else 1
         self.sharding_strategy, self.mixed_precision = strategy, precision
         self.cpu_offload = cpu_offload or CPUOffload()
+        self.backward_prefetch, self.forward_prefetch = backward_prefetch, forward_prefetch
+        self.limit_all_gathers = limit_all_gathers
         self.compute_device = device
         self._use_orig_params = use_orig_params
         self._comm_hook: Any = None
+        self._comm_hook_state: Any = None
 
     # --- the module ---------------------------------------------------------------------------------------------------
 
@@ -168,6 +175,11 @@ class FullyShardedDataParallel(TorchFSDP):
     @property
     def _has_params(self) -> bool:
         return len(self._unit.pieces) > 0
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """Those that this wrapper itself took."""
+        return self._unit.params
 
     @property
     def _flat_param(self) -> nn.Parameter | None:
@@ -190,8 +202,9 @@ class FullyShardedDataParallel(TorchFSDP):
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
-        """The wrappers at and below ``module``; with ``root_only``, those inside none of the others."""
-        wrappers = [unit.modules[0] for unit in units_in(module)]
+        """The wrappers at and below ``module``, torch's own among them; with ``root_only``, those inside none of the
+        others."""
+        wrappers = [each for each in module.modules() if isinstance(each, TorchFSDP)]
         if not root_only:
             return wrappers
         inside = {each for wrapper in wrappers for each in wrapper.modules() if each is not wrapper}
@@ -237,7 +250,7 @@ class FullyShardedDataParallel(TorchFSDP):
         Raises:
             NotImplementedError: ``writeback`` with ``rank0_only``; ``with_grads`` with ``rank0_only``,
                 ``offload_to_cpu``, or without ``use_orig_params``.
-            ValueError: inside a forward or a backward, or in another such context.
+            AssertionError: inside a forward or a backward, or in another such context.
         """
         with _summon.summoned(_summon.units_to_summon(module, recurse), writeback, rank0_only, offload_to_cpu,
                               with_grads):
@@ -248,7 +261,7 @@ class FullyShardedDataParallel(TorchFSDP):
     def _as_root(self, what: str) -> list[Unit]:
         if not self.check_is_root():
             raise RuntimeError(f"`{what}()` on inner FSDP instances is not supported. Please call `{what}()` on root "
-                               "FSDP module.")
+                               "FSDP module. It should only be called on the root FSDP instance.")
         self._unit.assert_idle(what)
         return units_in(self)
 
@@ -289,7 +302,7 @@ class FullyShardedDataParallel(TorchFSDP):
             if unit.strategy is ShardingStrategy.NO_SHARD:
                 raise NotImplementedError("libfsdp does not have communication hooks with NO_SHARD yet")
         for unit in units:
-            unit.modules[0]._comm_hook = hook
+            unit.modules[0]._comm_hook, unit.modules[0]._comm_hook_state = hook, state
             unit.group.set_custom_reduce_scatter(CommHook(state, hook), unit.ranks.group)
             unit.group.divide_factor = 1.0
 
@@ -307,7 +320,11 @@ class FullyShardedDataParallel(TorchFSDP):
             if type(config) is not kind:
                 raise RuntimeError(f"Expected {what} of type {kind} but got {type(config)}")
         before = FullyShardedDataParallel.get_state_dict_type(module)
-        for wrapper in FullyShardedDataParallel.fsdp_modules(module):
+        wrappers = FullyShardedDataParallel.fsdp_modules(module)
+        if state_dict_type is StateDictType.SHARDED_STATE_DICT:
+            # Read by libraries.
+            given[0]._use_dtensor = given[1]._use_dtensor = any(each._device_mesh is not None for each in wrappers)
+        for wrapper in wrappers:
             wrapper._state_dict_type = state_dict_type
             wrapper._state_dict_config, wrapper._optim_state_dict_config = given
         return before or StateDictSettings(None, None, None)
@@ -344,29 +361,38 @@ class FullyShardedDataParallel(TorchFSDP):
     def optim_state_dict(model: nn.Module, optim: torch.optim.Optimizer, optim_state_dict: dict[str, Any] | None = None,
                          group: dist.ProcessGroup | None = None) -> dict[str, Any]:
         """The optimizer's state under parameters' names, in the shape that :meth:`set_state_dict_type` says: whole
-        tensors, or rows. Collective. On all ranks but the first empty, if the config says rank0_only.
-        NotImplementedError for LOCAL_STATE_DICT, and for state that does not lie as its parameter does."""
+        tensors, or rows. Collective. If the config says rank0_only, empty on all ranks but the first of ``group``
+        (default: of the model's).
+
+        Raises:
+            NotImplementedError: LOCAL_STATE_DICT, and state that does not lie as its parameter does.
+            RuntimeError: optimizers of other parameters on other ranks.
+        """
         settings = FullyShardedDataParallel.get_state_dict_type(model)
         config = settings.optim_state_dict_config
         if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
             raise NotImplementedError("libfsdp does not have local optimizer state dicts: take the optimizer's own")
         return _optim_state.gathered(model, optim, optim_state_dict,
                                      whole=settings.state_dict_type is StateDictType.FULL_STATE_DICT,
-                                     rank0_only=getattr(config, "rank0_only", False), to_cpu=config.offload_to_cpu)
+                                     keeps=not getattr(config, "rank0_only", False) or _is_first(model, group),
+                                     to_cpu=config.offload_to_cpu)
 
     @staticmethod
     def optim_state_dict_to_load(model: nn.Module, optim: torch.optim.Optimizer, optim_state_dict: dict[str, Any],
                                  is_named_optimizer: bool = False, load_directly: bool = False,
                                  group: dist.ProcessGroup | None = None) -> dict[str, Any]:
         """This rank's part of what :meth:`optim_state_dict` returned, whichever its shape, for ``optim``; with
-        ``load_directly`` it is loaded too. If the settings say rank0_only, the first rank's counts. Collective.
-        KeyError for a parameter without a group in it; NotImplementedError for ``is_named_optimizer``."""
-        if is_named_optimizer:
-            raise NotImplementedError("libfsdp does not have is_named_optimizer=True yet")
+        ``load_directly`` it is loaded too. Keyed by numbers, or with ``is_named_optimizer`` by the names of
+        ``model.named_parameters()``. If the settings say rank0_only, the first rank's counts. Collective.
+
+        Raises:
+            KeyError: a group of ``optim`` that is not in it.
+            ValueError: a group that is in several; parts of one flat parameter that stepped differently.
+        """
         settings = FullyShardedDataParallel.get_state_dict_type(model)
         if getattr(settings.optim_state_dict_config, "rank0_only", False):
-            optim_state_dict = _from_first(optim_state_dict, group)
-        mine = _optim_state.cut(model, optim, optim_state_dict)
+            optim_state_dict = _from_first(model, optim_state_dict, group)
+        mine = _optim_state.cut(model, optim, optim_state_dict, by_name=is_named_optimizer)
         if load_directly:
             optim.load_state_dict(mine)
         return mine
@@ -377,22 +403,24 @@ class FullyShardedDataParallel(TorchFSDP):
     def full_optim_state_dict(model: nn.Module, optim: torch.optim.Optimizer, optim_input: Any = None,
                               rank0_only: bool = True, group: dist.ProcessGroup | None = None) -> dict[str, Any]:
         """:meth:`optim_state_dict` of whole tensors, in host memory."""
-        _optim_state.warn("full_optim_state_dict", "optim_state_dict")
-        return _optim_state.gathered(model, optim, None, whole=True, rank0_only=rank0_only, to_cpu=True)
+        _optim_state.warn("full_optim_state_dict", "optim_state_dict", optim_input)
+        return _optim_state.gathered(model, optim, None, whole=True, keeps=not rank0_only or _is_first(model, group),
+                                     to_cpu=True)
 
     @staticmethod
     def sharded_optim_state_dict(model: nn.Module, optim: torch.optim.Optimizer,
                                  group: dist.ProcessGroup | None = None) -> dict[str, Any]:
         """:meth:`optim_state_dict` of rows."""
         _optim_state.warn("sharded_optim_state_dict", "optim_state_dict")
-        return _optim_state.gathered(model, optim, None, whole=False, rank0_only=False, to_cpu=False)
+        return _optim_state.gathered(model, optim, None, whole=False, keeps=True, to_cpu=False)
 
     @staticmethod
     def shard_full_optim_state_dict(full_optim_state_dict: dict[str, Any], model: nn.Module, optim_input: Any = None,
                                     optim: torch.optim.Optimizer | None = None) -> dict[str, Any]:
-        """:meth:`optim_state_dict_to_load`. ValueError without ``optim``."""
-        _optim_state.warn("shard_full_optim_state_dict", "optim_state_dict_to_load")
-        return _optim_state.cut(model, _optim_state.required(optim), full_optim_state_dict)
+        """:meth:`optim_state_dict_to_load`; without ``optim`` for one that was built from ``optim_input``, or from the
+        model's parameters."""
+        _optim_state.warn("shard_full_optim_state_dict", "optim_state_dict_to_load", optim_input)
+        return _optim_state.cut(model, optim, full_optim_state_dict, optim_input=optim_input)
 
     @staticmethod
     def flatten_sharded_optim_state_dict(sharded_optim_state_dict: dict[str, Any], model: nn.Module,
@@ -405,9 +433,10 @@ class FullyShardedDataParallel(TorchFSDP):
     def scatter_full_optim_state_dict(full_optim_state_dict: dict[str, Any] | None, model: nn.Module,
                                       optim_input: Any = None, optim: torch.optim.Optimizer | None = None,
                                       group: Any = None) -> dict[str, Any]:
-        """:meth:`optim_state_dict_to_load` of what the first rank has. Collective. ValueError without ``optim``."""
-        _optim_state.warn("scatter_full_optim_state_dict", "optim_state_dict_to_load")
-        return _optim_state.cut(model, _optim_state.required(optim), _from_first(full_optim_state_dict, group))
+        """:meth:`shard_full_optim_state_dict` of what the first rank has. Collective."""
+        _optim_state.warn("scatter_full_optim_state_dict", "optim_state_dict_to_load", optim_input)
+        return _optim_state.cut(model, optim, _from_first(model, full_optim_state_dict, group),
+                                optim_input=optim_input)
 
     @staticmethod
     def rekey_optim_state_dict(optim_state_dict: dict[str, Any], optim_state_key_type: OptimStateKeyType,
@@ -415,16 +444,28 @@ class FullyShardedDataParallel(TorchFSDP):
                                optim: torch.optim.Optimizer | None = None) -> dict[str, Any]:
         """A whole state dict keyed by numbers, as of an unwrapped ``model``, keyed by names, or back. ValueError for
         another model's."""
+        _optim_state.warn_of(optim_input)
         by_name = optim_state_key_type is OptimStateKeyType.PARAM_NAME
         return _optim_state.rekeyed(optim_state_dict, by_name, model, optim, optim_input)
 
 
-def _from_first(value: Any, group: dist.ProcessGroup | None) -> Any:
+def _ranks_of(model: nn.Module) -> dist.ProcessGroup:
+    """All ranks that ``model`` is sharded over; of one with hybrid strategies, or over several groups, all there are."""
+    groups = {unit.ranks.group if unit.ranks.replicas is None else None for unit in units_in(model)}
+    return groups.pop() if len(groups) == 1 and None not in groups else dist.group.WORLD
+
+
+def _is_first(model: nn.Module, group: dist.ProcessGroup | None) -> bool:
+    return not dist.is_initialized() or dist.get_rank(group or _ranks_of(model)) == 0
+
+
+def _from_first(model: nn.Module, value: Any, group: dist.ProcessGroup | None) -> Any:
+    """What the first rank of ``group`` (default: of the model's) has. Collective."""
     if not dist.is_initialized():
         return value
-    first = dist.get_global_rank(group, 0) if group is not None else 0
-    held = [value if dist.get_rank() == first else None]
-    dist.broadcast_object_list(held, first, group=group)
+    group = group or _ranks_of(model)
+    held = [value if dist.get_rank(group) == 0 else None]
+    dist.broadcast_object_list(held, dist.get_global_rank(group, 0), group=group)
     return held[0]
 
 
@@ -432,8 +473,8 @@ def _device(mesh: DeviceMesh | None, device_id: int | torch.device | None) -> to
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if device_id is None:
         return torch.device(mesh.device_type) if mesh is not None else accelerator or torch.device("cpu")
-    if isinstance(device_id, torch.device):
-        return device_id
+    if not isinstance(device_id, int):
+        return torch.device(device_id)
     if accelerator is None:
         raise ValueError(f"libfsdp: device_id {device_id} names an accelerator, and there is none: leave it out, or "
                          "pass torch.device('cpu')")

@@ -517,7 +517,8 @@ def test_refusals(rank, world):
         (ValueError, "Manual wrapping with HYBRID_SHARD", {"sharding_strategy": ShardingStrategy.HYBRID_SHARD}),
         (ValueError, "2 dimensions", {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "device_mesh": mesh}),
         (ValueError, "both ignored_modules and ignored_states", {"ignored_modules": [], "ignored_states": []}),
-        (TypeError, "iterable of `torch.nn.Module`s", {"ignored_modules": [1]}),
+        (TypeError, "iterable of `torch.nn.Module`s", {"ignored_modules": 1}),
+        (ValueError, "expects nn.Module list elements", {"ignored_modules": [1]}),
         (NotImplementedError, "keep_low_precision_grads",
          {"mixed_precision": MixedPrecision(torch.bfloat16, keep_low_precision_grads=True)}),
     ]:

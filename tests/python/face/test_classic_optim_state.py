@@ -127,8 +127,12 @@ def test_older_names(rank, world):
     assert_states_equal(FSDP.shard_full_optim_state_dict(whole, model, optim=optimizer)["state"], expected)
     rows = FSDP.sharded_optim_state_dict(model, optimizer)
     assert_states_equal(FSDP.flatten_sharded_optim_state_dict(rows, model, optim=optimizer)["state"], expected)
-    with pytest.raises(ValueError, match="optim="):
-        FSDP.shard_full_optim_state_dict(whole, model)
+    for optim_input in (None, list(model.parameters()), [{"params": list(model.parameters())}]):
+        with pytest.raises(ValueError, match="lies in 2 groups"):
+            FSDP.shard_full_optim_state_dict(whole, model, optim_input)
+        whole_group = {**whole, "param_groups": [{"params": list(whole["state"])}]}
+        mine = FSDP.shard_full_optim_state_dict(whole_group, model, optim_input)
+        assert_states_equal(mine["state"], expected)
 
 
 @on_ranks(2)

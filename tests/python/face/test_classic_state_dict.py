@@ -93,7 +93,7 @@ def test_sharded(rank, world, use_orig_params, by_mesh):
 def test_local(rank, world, use_orig_params):
     model, other = (wrapped(Stack(), use_orig_params=use_orig_params) for _ in range(2))
     found = state_dict(model, LOCAL)
-    assert all(value.dim() == 1 for value in found.values())
+    assert all(isinstance(value, ShardedTensor) and value.dim() == 1 for value in found.values())
     assert ("_flat_param" in found) != use_orig_params
     with FullyShardedDataParallel.state_dict_type(other, LOCAL):
         other.load_state_dict(found)
