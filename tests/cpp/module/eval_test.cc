@@ -1,4 +1,7 @@
 // Forwards without gradients, around training steps and between a forward and its backward.
+#include <chrono>
+#include <thread>
+
 #include "nets.h"
 
 namespace fsdp::testing {
@@ -96,6 +99,41 @@ TEST_P(EvalThreads, GradientsOfInputs) {
       EXPECT_LT(difference(ours.grad(), theirs.grad()), 1e-9);
     }
   });
+}
+
+// A rank that skips the last blocks is done first. What it writes to its shards then is not what the others gather.
+TEST(EvalSkipThreads, WritesAfterAForwardReachNobodyInIt) {
+  static thread_local bool skips, sleeps;
+  Case c;
+  c.make = function_net(
+      [](FunctionNet& net) {
+        for (const char* name : {"a", "b", "c"}) net.add(name, torch::nn::Linear(6, 6));
+      },
+      [](FunctionNet& net, const at::Tensor& x) {
+        auto y = at::tanh(net.module<torch::nn::LinearImpl>("a").forward(x));
+        if (skips) return y;
+        if (sleeps) std::this_thread::sleep_for(std::chrono::milliseconds(60));
+        y = at::tanh(net.module<torch::nn::LinearImpl>("b").forward(y));
+        return net.module<torch::nn::LinearImpl>("c").forward(y);
+      });
+  for (const int ranks : {2, 3}) {
+    c.batch = ramp({2 * ranks, 6});
+    run_twins(ranks, c, Grouping::kChildren, [](Twin& twin, int rank) {
+      at::NoGradGuard no_grad;
+      skips = sleeps = false;
+      for (int i = 0; i < 2; ++i) expect_equal_outputs(twin, Mode::kNoGrad);  // from here on the order is known
+      skips = rank == 0;
+      const auto expected = twin.plain().forward(twin.samples_here(twin.the_case().batch));
+      sleeps = rank != 0;
+      const auto got = twin.model()(twin.samples_here(twin.the_case().batch));
+      if (rank == 0) {
+        for (auto& parameter : twin.net().parameters()) dtensor(parameter).to_local().mul_(3);
+      }
+      EXPECT_LT(difference(got, expected), twin.the_case().tolerance) << "rank " << rank;
+      barrier();
+      skips = sleeps = false;
+    });
+  }
 }
 
 FSDP_ON_RANKS(EvalThreads, 1, 2, 3);
