@@ -82,6 +82,38 @@ TEST_P(InPlaceThreads, MovesBetweenSteps) {
   });
 }
 
+// What else reads and writes shards: the fused optimizer, clipping, state dicts, loading.
+TEST_P(InPlaceThreads, ShardsAreAsEverToEverybodyElse) {
+  run_twins(ranks(), in_place(mlp({8, 17, 5}, 2 * ranks())), Grouping::kChildren, [](Twin& twin, int) {
+    const auto options = torch::optim::AdamWOptions(1e-2).eps(1e-3);
+    optim::AdamW ours(twin.net().parameters(), options);
+    torch::optim::AdamW theirs(twin.plain().parameters(), options);
+    const auto train = [&](int steps) {
+      for (int step = 0; step < steps; ++step) {
+        twin.zero_grad();
+        twin.plain_loss().backward();
+        twin.sharded_loss().backward();
+        torch::nn::utils::clip_grad_norm_(twin.plain().parameters(), 0.1);
+        clip_grad_norm_(twin.net().parameters(), 0.1);
+        ours.step();
+        theirs.step();
+      }
+    };
+    train(2);
+    const auto kept = full_state_dict(twin.net());
+    train(2);
+    twin.expect_equal_parameters();
+    {
+      at::NoGradGuard no_grad;
+      for (const auto* net : {&twin.plain(), &twin.net()}) {
+        for (const auto& item : net->named_parameters()) item.value().copy_(kept[item.key()]);
+      }
+    }
+    train(2);
+    twin.expect_equal_parameters();
+  });
+}
+
 // Ranks that use different parts: opening a group is nobody else's business, its reduction is.
 TEST_P(InPlaceThreads, UnevenUse) {
   Case c;
