@@ -20,6 +20,7 @@ SIDES = {
     "libfsdp_inplace": ("cpp", "inplace", "cpp_plain", "shm"),
     # Takes its engine by itself: shared memory, between ranks of one host.
     "libfsdp_python": ("torch", "libfsdp", "plain", "gloo"),
+    "libfsdp_python_inplace": ("torch", "inplace", "plain", "gloo"),
     "libfsdp_classic": ("torch", "classic", "plain", "gloo"),
 }
 
@@ -32,7 +33,7 @@ class Bench:
     quick: bool
 
     def has(self, side):
-        if side in ("libfsdp_python", "libfsdp_classic"):
+        if side in ("libfsdp_python", "libfsdp_python_inplace", "libfsdp_classic"):
             return self.package is not None
         return SIDES[side][0] == "torch" or self.step_bench is not None
 

@@ -11,11 +11,11 @@ from .parts.scale import by_shape  # noqa: E402
 
 COLORS = {"plain": "#9aa0a6", "cpp_plain": "#c5c9cd", "ddp": "#f2a65a", "fsdp2": "#d1495b", "libfsdp_cpp": "#2e86ab",
           "libfsdp_shm": "#44af69", "libfsdp_inplace": "#1b7837", "libfsdp_python": "#7fc8a9",
-          "libfsdp_classic": "#b5d99c"}
+          "libfsdp_python_inplace": "#5aae61", "libfsdp_classic": "#b5d99c"}
 NAMES = {"plain": "plain", "cpp_plain": "plain C++", "ddp": "DDP", "fsdp2": "FSDP2", "libfsdp_cpp": "libfsdp C++",
          "libfsdp_shm": "libfsdp C++\nshared memory", "libfsdp_inplace": "libfsdp C++\nin place",
          "libfsdp_python": "libfsdp Python\nshared memory",
-         "libfsdp_classic": "libfsdp classic\nshared memory"}
+         "libfsdp_python_inplace": "libfsdp Python\nin place", "libfsdp_classic": "libfsdp classic\nshared memory"}
 
 
 def bars(ax, labels, values, colors):

@@ -18,7 +18,7 @@ from harness.torch_models import make_input, make_model  # noqa: E402
 
 def parse_args():
     p = argparse.ArgumentParser()
-    p.add_argument("--side", choices=["plain", "ddp", "fsdp2", "libfsdp", "classic"], required=True)
+    p.add_argument("--side", choices=["plain", "ddp", "fsdp2", "libfsdp", "inplace", "classic"], required=True)
     p.add_argument("--model", choices=["block", "rows", "norms"], default="block")
     p.add_argument("--width", type=int, default=16)
     p.add_argument("--rows", type=int, default=16)
@@ -54,7 +54,7 @@ def shard(args, model):
         for i, layer in enumerate(model):
             model[i] = FullyShardedDataParallel(layer, use_orig_params=True)
         return FullyShardedDataParallel(model, use_orig_params=True)
-    if args.side in ("fsdp2", "libfsdp"):
+    if args.side in ("fsdp2", "libfsdp", "inplace"):
         if args.side == "fsdp2":
             from torch.distributed.fsdp import fully_shard
         else:
@@ -63,6 +63,9 @@ def shard(args, model):
         for layer in model:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
+        if args.side == "inplace":
+            for layer in model:
+                layer.set_symm_mem_for_comm()
     return model
 
 

@@ -6,7 +6,7 @@ from ..bench import SIDES, references
 from ..rounds import interleave, verify
 
 NAMES = ["plain", "cpp_plain", "ddp", "fsdp2", "libfsdp_cpp", "libfsdp_shm", "libfsdp_inplace",
-         "libfsdp_python", "libfsdp_classic"]
+         "libfsdp_python", "libfsdp_python_inplace", "libfsdp_classic"]
 RANKS = 2
 #: width, blocks, batch, steps in a round
 SIZES = [(64, 8, 2, 20), (512, 8, 2, 6), (1024, 4, 4, 4)]
