@@ -37,8 +37,8 @@ run_fsdp2() {
 }
 
 run_fsdp1() {
-  on fsdp1 2
-  on fsdp1 4 --pattern 'StateDict4GPUs|TPFSDP|HSDP|raises_warning|FSDPHybridShard' \
+  on fsdp1 2 --timeout 300
+  on fsdp1 4 --timeout 300 --pattern 'StateDict4GPUs|TPFSDP|HSDP|raises_warning|FSDPHybridShard' \
     --files test_fsdp_state_dict,test_fsdp_dtensor_state_dict,test_hsdp_dtensor_state_dict,test_fsdp_hybrid_shard,test_fsdp_tp_integration
 }
 

@@ -44,11 +44,12 @@ def _owners(model: nn.Module) -> dict[nn.Parameter, _Owner]:
     names = Names(model)
     for unit in units_in(model):
         first = {piece: names.of_piece(piece)[0] for piece in unit.pieces}
+        params = unit.params
         if unit.flat_param is not None:
             owners[unit.flat_param] = _Owner(tuple(first.values()), unit, tuple(unit.pieces))
         else:
-            for piece in unit.pieces:
-                owners[piece.param] = _Owner((first[piece],), unit, (piece,))
+            for param, piece in zip(params, unit.pieces):
+                owners[param] = _Owner((first[piece],), unit, (piece,))
     for name, param in model.named_parameters():
         owners.setdefault(param, _Owner((clean_tensor_name(name),)))
     return owners

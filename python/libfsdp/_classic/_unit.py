@@ -111,8 +111,7 @@ class Unit(FSDPState):
             raise ValueError("Must flatten tensors with uniform `requires_grad` when `use_orig_params=False`, got "
                              f"{named}; wrap them apart, or pass use_orig_params=True")
         flat = nn.Parameter(torch.empty(0, dtype=found[0].param.dtype), requires_grad=trains.pop())
-        # Read by torch.distributed.checkpoint under torch's names.
-        flat._is_flat_param, flat._fqns = True, [piece.name for piece in self.pieces]
+        self._name_flat(flat)
         for each in found:
             for module, name in each.places:
                 del module._parameters[name]
@@ -122,7 +121,6 @@ class Unit(FSDPState):
                       for _, _, follower in (place_of(module, name),)]
             self.group.hide(i, flat, self.offset(piece),
                             (holder._parameters, FLAT_PARAM, None), places)
-        self.flat_param = flat
 
     # --- the model ----------------------------------------------------------------------------------------------------
 
@@ -157,8 +155,31 @@ class Unit(FSDPState):
 
     @property
     def params(self) -> list[nn.Parameter]:
-        """What users hold."""
+        """What users hold: one for each piece, or the flat one."""
+        self._follow()
         return [self.flat_param] if self.flat_param is not None else [piece.param for piece in self.pieces]
+
+    def _follow(self) -> None:
+        """Looks which parameters users hold now: they may have put others in their places."""
+        if self.summoned or self.group.busy:
+            return
+        if self.flat_param is not None:
+            shown = self.holder._parameters.get(FLAT_PARAM)
+            if shown is not None and shown is not self.flat_param:
+                self._name_flat(shown)
+            return
+        for piece in self.pieces:
+            for module, name in piece.modules():
+                shown = module._parameters.get(name)
+                if shown is not None and shown is not piece.param:
+                    piece.param = shown
+                    shown._libfsdp_slice = True
+                    break
+
+    def _name_flat(self, flat: nn.Parameter) -> None:
+        # Read by torch.distributed.checkpoint under torch's names.
+        flat._is_flat_param, flat._fqns = True, [piece.name for piece in self.pieces]
+        self.flat_param = flat
 
     @property
     def holder(self) -> nn.Module:
@@ -194,6 +215,7 @@ class Unit(FSDPState):
             super().adopt()
         except ValueError as error:
             raise RuntimeError(f"Cannot writeback what a parameter was replaced by: {error}") from error
+        self._follow()
 
     def shard_process_group(self) -> dist.ProcessGroup | None:
         return self.ranks.group

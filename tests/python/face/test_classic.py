@@ -1,12 +1,15 @@
 """FullyShardedDataParallel against the unsharded model: what it computes."""
 
+import contextlib
 import copy
 import functools
+import os
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.optim import _apply_optimizer_in_backward
 
 from libfsdp import (
     BackwardPrefetch,
@@ -94,6 +97,25 @@ def test_hybrid(rank, world, strategy, by):
     ranks = {"device_mesh": mesh} if by == "mesh" else {"process_group": (mesh.get_group(1), mesh.get_group(0))}
     model = wrapped(copy.deepcopy(plain), sharding_strategy=ShardingStrategy[strategy], use_orig_params=True, **ranks)
     compare(plain, model, rank, world, micro_batches=2)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
+def test_hybrid_by_host(rank, world, strategy):
+    """Without a mesh or groups: sharded over the ranks that a launcher says are of one host."""
+    plain = Stack()
+    before = os.environ.get("LOCAL_WORLD_SIZE")
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    try:
+        model = FullyShardedDataParallel(copy.deepcopy(plain), sharding_strategy=ShardingStrategy[strategy],
+                                         auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True)
+    finally:
+        del os.environ["LOCAL_WORLD_SIZE"]
+        if before is not None:
+            os.environ["LOCAL_WORLD_SIZE"] = before
+    for wrapper in FullyShardedDataParallel.fsdp_modules(model):
+        assert dist.get_process_group_ranks(wrapper.process_group) == [[0, 1], [2, 3]][rank // 2]
+    compare(plain, model, rank, world)
 
 
 @on_ranks(2)
@@ -462,6 +484,135 @@ def test_comm_hook(rank, world):
         model.register_comm_hook(calls, hook)
     compare(plain, model, rank, world, steps=2)
     assert len(calls) == 8
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("of", ["the outermost", "an inner one"])
+@pytest.mark.parametrize("how", ["data", "parameter"])
+def test_replaced_between_steps(rank, world, use_orig_params, of, how):
+    """What a user puts in a parameter's place, after a step too, is what runs and what is shown."""
+    model = wrapped(Stack(), use_orig_params=use_orig_params)
+    inputs = batches(world, 0)[rank]
+    loss_of(model(inputs)).backward()
+    wrapper = model if of == "the outermost" else model.blocks[0]
+    holder, name = wrapper.module, "_flat_param"
+    if use_orig_params:
+        holder, name = (wrapper.head, "weight") if of == "the outermost" else (wrapper.up, "weight")
+    param = getattr(holder, name)
+    expected = {key: value.clone() for key, value in whole_parameters(model).items()}
+    mine = [key for key, each in model.named_parameters() if each is param]
+    if how == "data":
+        param.data = torch.full_like(param, 0.25)
+    else:
+        setattr(holder, name, nn.Parameter(torch.full_like(param, 0.25)))
+    if use_orig_params:
+        expected[mine[0].replace("_fsdp_wrapped_module.", "")].fill_(0.25)
+    else:
+        prefix = "blocks.0." if of == "an inner one" else ("head", "shift")
+        for key, value in expected.items():
+            if key.startswith(prefix):
+                value.fill_(0.25)
+    plain = Stack()
+    plain.load_state_dict(expected)
+    assert_close(model(inputs), plain(inputs), "output")
+    for key, value in model.state_dict().items():
+        assert value.equal(expected[key]), key
+    model.zero_grad()
+    compare(plain, model, rank, world)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("shown", ["summon_full_params", "state_dict"])
+def test_replaced_before_the_first_step(rank, world, shown):
+    model = FullyShardedDataParallel(nn.Linear(3, 3), use_orig_params=True)
+    model.module.weight.data = torch.full_like(model.module.weight, 0.25)
+    found = whole_parameters(model) if shown == "summon_full_params" else model.state_dict()
+    assert found["weight"].equal(torch.full((3, 3), 0.25))
+    model.module.weight = nn.Parameter(torch.full_like(model.module.weight, 0.5))
+    found = whole_parameters(model) if shown == "summon_full_params" else model.state_dict()
+    assert found["weight"].equal(torch.full((3, 3), 0.5))
+    model.module.bias = nn.Parameter(torch.zeros(7))
+    with pytest.raises(RuntimeError, match="Cannot writeback.*bias"):
+        whole_parameters(model)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_optimizer_that_steps_in_backward(rank, world, micro_batches):
+    plain = Stack()
+    model = wrapped(copy.deepcopy(plain), use_orig_params=True)
+    _apply_optimizer_in_backward(torch.optim.AdamW, model.parameters(), {"lr": 0.02})
+    reference = torch.optim.AdamW(plain.parameters(), 0.02)
+    for step in range(3):
+        for micro in range(micro_batches):
+            inputs = batches(world, step * micro_batches + micro)
+            (sum(loss_of(plain(x)) for x in inputs) / world).backward()
+            with model.no_sync() if micro < micro_batches - 1 else contextlib.nullcontext():
+                loss_of(model(inputs[rank])).backward()
+        reference.step()
+        reference.zero_grad()
+        assert all(param.grad is None for param in model.parameters())
+    for name, param in whole_parameters(model).items():
+        assert_close(param, plain.get_parameter(name), name)
+
+
+@on_ranks(2)
+def test_optimizer_that_steps_a_flat_parameter_in_backward(rank, world):
+    model = FullyShardedDataParallel(nn.Linear(3, 3))
+    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1}, register_hook=False)
+    with pytest.raises(RuntimeError, match="only supported with use_orig_params=True"):
+        model(torch.ones(1, 3))
+
+
+@on_ranks(2)
+def test_outermost_without_parameters_casts(rank, world):
+    low = MixedPrecision(param_dtype=torch.bfloat16)
+    model = nn.Sequential(FullyShardedDataParallel(nn.Linear(3, 3), mixed_precision=low))
+    model = FullyShardedDataParallel(model, mixed_precision=low)
+    assert model(torch.ones(1, 3)).dtype is torch.bfloat16
+
+
+class Summons(nn.Linear):
+    def forward(self, x, model):
+        with FullyShardedDataParallel.summon_full_params(model):
+            return super().forward(x)
+
+
+@on_ranks(2)
+def test_summon_in_forward_or_backward(rank, world):
+    model = FullyShardedDataParallel(Summons(3, 3), use_orig_params=True)
+    with pytest.raises(AssertionError, match="Cannot manually unshard parameters during forward/backward"):
+        model(torch.ones(1, 3), model)
+    model = FullyShardedDataParallel(nn.Linear(3, 3), use_orig_params=True)
+    output = model(torch.ones(1, 3))
+
+    def summon(gradient):
+        with FullyShardedDataParallel.summon_full_params(model):
+            return gradient
+
+    output.register_hook(summon)
+    with pytest.raises(AssertionError, match="during forward/backward"):
+        output.sum().backward()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("offloads", [True, False])
+def test_summon_without_shards(rank, world, offloads):
+    """Without writeback, what is shown is the one copy that there is, unless that is offloaded."""
+    model = FullyShardedDataParallel(nn.Linear(3, 3), sharding_strategy=ShardingStrategy.NO_SHARD,
+                                     cpu_offload=CPUOffload(offloads), use_orig_params=True)
+    before = model.module.weight.detach().clone()
+    with FullyShardedDataParallel.summon_full_params(model, writeback=False), torch.no_grad():
+        model.module.weight.zero_()
+    assert model.module.weight.equal(before if offloads else torch.zeros_like(before))
+
+
+@on_ranks(2)
+def test_clip_before_there_are_gradients(rank, world):
+    model = FullyShardedDataParallel(nn.Linear(3, 3))
+    with pytest.warns(UserWarning, match=f"on rank {rank} with no gradients"):
+        assert model.clip_grad_norm_(1.0) == 0
 
 
 @on_ranks(2)

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.optim import _NamedOptimizer
 
 import libfsdp
 from libfsdp import FullOptimStateDictConfig, FullStateDictConfig, OptimStateKeyType, StateDictType
@@ -153,6 +154,118 @@ def test_distributed_checkpoint(rank, world, whole, use_orig_params):
     finally:
         libfsdp.uninstall()
     assert_go_on_alike((model, optimizer), (other, resumed), rank, world)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
+def test_optimizers_that_list_parameters_in_another_order(rank, world, kind):
+    model = wrapped(Stack(), use_orig_params=True)
+    params = list(model.parameters())
+    optimizer = torch.optim.AdamW(params if rank == 0 else params[::-1], 0.02)
+    trained(model, optimizer, rank, world)
+    with FSDP.state_dict_type(model, StateDictType[kind]):
+        saved = FSDP.optim_state_dict(model, optimizer)
+        mine = FSDP.optim_state_dict_to_load(model, optimizer, saved)
+    assert_states_equal(mine["state"], optimizer.state_dict()["state"])
+    for name, state in saved["state"].items():
+        assert state["exp_avg"].size() == Stack().get_parameter(name).size(), name
+
+
+@on_ranks(2)
+def test_optimizers_of_other_parameters(rank, world):
+    model = wrapped(Stack(), use_orig_params=True)
+    optimizer = torch.optim.AdamW(list(model.parameters())[: None if rank == 0 else -1], 0.02)
+    trained(model, optimizer, rank, world)
+    with pytest.raises(RuntimeError, match=r"some ranks are missing some of those states.*one alone has \['head.bias'\]"):
+        FSDP.optim_state_dict(model, optimizer)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_named_parameters(rank, world, use_orig_params):
+    """An optimizer that was built from names, and one whose state dicts go by them."""
+    model = wrapped(Stack(), use_orig_params=use_orig_params)
+    optimizer = torch.optim.AdamW(model.named_parameters(), 0.02)
+    trained(model, optimizer, rank, world)
+    saved = copy.deepcopy(FSDP.optim_state_dict(model, optimizer))
+    assert sorted(saved["param_groups"][0]["params"]) == sorted(Stack().state_dict())
+    mine = FSDP.optim_state_dict_to_load(model, optimizer, saved)
+    assert mine["param_groups"] == optimizer.state_dict()["param_groups"]
+    assert_states_equal(mine["state"], optimizer.state_dict()["state"])
+    named = _NamedOptimizer(model.named_parameters(), torch.optim.AdamW, lr=0.02)
+    named.init_state()
+    named.load_state_dict(FSDP.optim_state_dict_to_load(model, named, saved, is_named_optimizer=True))
+    again = FSDP.optim_state_dict(model, named)
+    assert_states_equal(again["state"], saved["state"])
+
+
+@on_ranks(2)
+def test_state_of_empty_stretches(rank, world):
+    """A rank that holds nothing of a parameter may have state of it that was never stepped: it counts for nothing."""
+    model = wrapped(Stack(), use_orig_params=True)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.02)
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    optimizer.step()
+    optimizer.zero_grad()
+    trained(model, optimizer, rank, world, steps=2)
+    assert any(param.numel() == 0 for param in model.parameters())
+    for name, state in FSDP.optim_state_dict(model, optimizer)["state"].items():
+        assert state["step"].item() == 3, name
+
+
+@on_ranks(2)
+def test_flat_parameter_of_parts_that_stepped_apart(rank, world):
+    model = wrapped(Stack(), use_orig_params=True)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.02)
+    trained(model, optimizer, rank, world)
+    saved = FSDP.optim_state_dict(model, optimizer)
+    del saved["state"]["head.bias"]
+    other = wrapped(Stack())
+    with pytest.raises(ValueError, match="must have scalar state with the same value.*'head.bias' has None"):
+        FSDP.optim_state_dict_to_load(other, torch.optim.AdamW(other.parameters(), 0.02), saved)
+
+
+@on_ranks(2)
+def test_without_groups_and_with_values_of_the_users(rank, world):
+    model = wrapped(Stack(), use_orig_params=True)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.02)
+    trained(model, optimizer, rank, world)
+    held = optimizer.state_dict()
+    del held["param_groups"]
+    for state in held["state"].values():
+        state["mine"], state["none"] = 2.5, None
+    saved = FSDP.optim_state_dict(model, optimizer, held)
+    assert saved.keys() == {"state"}
+    mine = FSDP.optim_state_dict_to_load(model, optimizer, saved)
+    assert mine.keys() == {"state"}
+    assert all(state["mine"] == 2.5 and state["none"] is None for state in mine["state"].values())
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_over_some_of_the_ranks(rank, world, use_orig_params):
+    """Of a model on ranks 1 and 2 the first rank is 1."""
+    group = dist.new_group([1, 2])
+    if rank == 0:
+        return
+    model = wrapped(Stack(), process_group=group, use_orig_params=use_orig_params)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.02)
+    trained(model, optimizer, rank - 1, 2)
+    expected = whole_parameters(model)
+    with FSDP.state_dict_type(model, FULL, FullStateDictConfig(rank0_only=True),
+                              FullOptimStateDictConfig(rank0_only=True)):
+        saved, saved_optimizer = model.state_dict(), FSDP.optim_state_dict(model, optimizer)
+        assert bool(saved) == bool(saved_optimizer) == (rank == 1)
+        mine = FSDP.optim_state_dict_to_load(model, optimizer, saved_optimizer)
+    assert_states_equal(mine["state"], optimizer.state_dict()["state"])
+    other = wrapped(Stack(), process_group=group, use_orig_params=use_orig_params)
+    with FSDP.state_dict_type(model, SHARDED), FSDP.state_dict_type(other, SHARDED):
+        other.load_state_dict(model.state_dict())
+        mine = FSDP.optim_state_dict_to_load(model, optimizer, FSDP.optim_state_dict(model, optimizer))
+    assert_states_equal(mine["state"], optimizer.state_dict()["state"])
+    for name, param in whole_parameters(other).items():
+        assert param.equal(expected[name]), name
 
 
 @on_ranks(2)

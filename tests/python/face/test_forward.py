@@ -1,5 +1,6 @@
 """What goes into a forward and comes out of it, and what happens around it."""
 
+import copy
 import dataclasses
 from collections import OrderedDict, namedtuple
 
@@ -12,7 +13,7 @@ import libfsdp
 from libfsdp import MixedPrecisionPolicy, fully_shard
 from libfsdp._tensors import cast_floating, map_tensors
 from models import Stack, batches, loss_of
-from parity import compare, full, shard_blocks
+from parity import assert_close, compare, full, shard_blocks
 from ranks import on_ranks
 
 
@@ -348,3 +349,17 @@ def test_a_block_that_is_called_twice_and_inside_itself(rank, world):
 
     torch.manual_seed(0)
     compare(Net(), rank, world, beside_torch=False)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("of", ["the outermost", "an inner one"])
+def test_a_parameter_that_was_replaced_between_steps(rank, world, of):
+    plain = Stack()
+    model = shard_blocks(copy.deepcopy(plain), fully_shard)
+    inputs = batches(world, 0)[rank]
+    loss_of(model(inputs)).backward()
+    path = "head" if of == "the outermost" else "blocks.0.up"
+    holder = model.get_submodule(path)
+    holder.weight = nn.Parameter(torch.full_like(holder.weight, 0.25))
+    nn.init.constant_(plain.get_submodule(path).weight, 0.25)
+    assert_close(model(inputs), plain(inputs), "output")
