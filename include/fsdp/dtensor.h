@@ -24,6 +24,19 @@ class FSDP_API DTensor {
  public:
   explicit DTensor(at::Tensor sharded);
 
+  // A sharded tensor that is no parameter's, a buffer or a mask for one: cut along `dim` over the last axis of `mesh`,
+  // in blocks of ceil(size / ranks) as parameters are, and replicated over the first of two axes. dim > 0 must be a
+  // multiple of that axis. Operators take it beside parameters that lie alike.
+  /// Of which `local` is this rank's part (kept, not copied). Never communicates. InvalidArgument if its sizes are not
+  /// those of this rank's part of `sizes`.
+  static DTensor from_local(at::Tensor local, const DeviceMesh& mesh, std::vector<int64_t> sizes, int64_t dim = 0);
+  /// Of `whole`, which every rank has alike: this rank keeps a copy of its part. Never communicates.
+  static DTensor distribute(const at::Tensor& whole, const DeviceMesh& mesh, int64_t dim = 0);
+  /// The same values cut along another dim, a new tensor. Collective; costs a full_tensor().
+  DTensor redistribute(int64_t dim) const;
+
+  /// The sharded tensor that this looks at.
+  const at::Tensor& tensor() const { return tensor_; }
   /// Global sizes.
   at::IntArrayRef sizes() const { return tensor_.sizes(); }
   /// The parameter's dotted name (FQN) where it is known.

@@ -114,5 +114,41 @@ TEST(DTensorThreads, SaysHowItLies) {
   });
 }
 
+TEST(DTensorThreads, IsMadeOfPartsOrOfAWhole) {
+  on_ranks([&](int ranks) {
+    Sharded s({{5, 30}});
+    at::NoGradGuard no_grad;
+    const auto& parameter = s.sharded[0];
+    const auto mesh = dtensor(parameter).device_mesh();
+    const auto mask = (torch::arange(150, at::kDouble).view({5, 30}) % 2);
+    const auto cut = DTensor::distribute(mask, mesh);
+    EXPECT_TRUE(at::equal(cut.full_tensor(), mask));
+    EXPECT_EQ(cut.to_local().sizes(), dtensor(parameter).to_local().sizes());
+    EXPECT_FALSE(cut.to_local().is_alias_of(mask));
+    // Beside a parameter that lies alike.
+    EXPECT_TRUE(at::equal(whole(parameter * cut.tensor()), s.plain[0] * mask));
+    parameter.mul_(cut.tensor());
+    EXPECT_TRUE(at::equal(whole(parameter), s.plain[0] * mask));
+
+    const auto local = dtensor(parameter).to_local().clone();
+    const auto made = DTensor::from_local(local, mesh, {5, 30});
+    EXPECT_TRUE(made.to_local().is_alias_of(local));
+    EXPECT_TRUE(at::equal(made.full_tensor(), whole(parameter)));
+
+    const auto other = made.redistribute(1);
+    EXPECT_EQ(other.placements()[0], (Placement{Placement::Kind::kShard, 1}));
+    EXPECT_EQ(other.to_local().sizes(), (std::vector<int64_t>{5, 30 / ranks}));
+    EXPECT_TRUE(at::equal(other.full_tensor(), whole(parameter)));
+    EXPECT_TRUE(at::equal(other.redistribute(0).to_local(), local));
+
+    EXPECT_THROW(DTensor::from_local(torch::ones({6, 30}), mesh, {5, 30}), InvalidArgument);
+    EXPECT_THROW(DTensor::distribute(torch::ones({5}), mesh, 1), InvalidArgument);
+    EXPECT_THROW(DTensor::distribute(torch::ones({2, 31}), DeviceMesh()), InvalidArgument);
+    if (ranks > 1) {
+      EXPECT_THROW(DTensor::distribute(torch::ones({2, 31}), mesh, 1), InvalidArgument);
+    }
+  });
+}
+
 }  // namespace
 }  // namespace fsdp::testing
