@@ -13,8 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp._common_utils import clean_tensor_name
 
+from .._state import state_of
 from ._state_dicts import Names, rows_of, whole_of
 from ._unit import Piece, Unit, units_in
 
@@ -42,6 +44,10 @@ class _Owner:
 def _owners(model: nn.Module) -> dict[nn.Parameter, _Owner]:
     owners: dict[nn.Parameter, _Owner] = {}
     names = Names(model)
+    for path, module in model.named_modules():
+        if isinstance(module, TorchFSDP) and state_of(module) is None:
+            raise ValueError(f"libfsdp: '{path}' was wrapped by torch's own FullyShardedDataParallel: call the method of "
+                             "that class")
     for unit in units_in(model):
         first = {piece: names.of_piece(piece)[0] for piece in unit.pieces}
         params = unit.params

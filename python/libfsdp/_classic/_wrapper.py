@@ -32,6 +32,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp._common_utils import FSDP_PREFIX, TrainingState
 from torch.distributed.fsdp._wrap_utils import _auto_wrap
+from torch.distributed.tensor import DTensor
 
 from .._fully_shard import find_parameters, managed_modules, move_to_device
 from . import _arguments, _optim_state, _ranks, _state_dicts, _summon
@@ -137,6 +138,10 @@ class FullyShardedDataParallel(TorchFSDP):
 
         _arguments.materialise(module, self._ignored_modules, param_init_fn, device)
         found = find_parameters([module], self._ignored_params, scalars=True)
+        for each in found:
+            if isinstance(each.param, DTensor):
+                raise NotImplementedError(f"libfsdp: parameter '{each.name}' is a DTensor: FullyShardedDataParallel does "
+                                          "not go with tensor parallelism yet, fully_shard does")
         move_to_device([module], self._ignored_params, found, device)
         ranks.engine.require_same(
             f"FullyShardedDataParallel of module '{type(module).__name__}'",

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from libfsdp import (
     BackwardPrefetch,
@@ -680,6 +681,9 @@ def test_refusals(rank, world):
     model = FullyShardedDataParallel(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="already"):
         FullyShardedDataParallel(nn.Sequential(model), auto_wrap_policy=always_wrap_policy)
+    parallel = parallelize_module(nn.Linear(2, 2), mesh, ColwiseParallel())
+    with pytest.raises(NotImplementedError, match="'weight' is a DTensor.*fully_shard does"):
+        FullyShardedDataParallel(parallel)
     unlike = nn.Linear(2, 2 + rank)
     with pytest.raises(ValueError, match="differs|rank"):
         FullyShardedDataParallel(unlike)

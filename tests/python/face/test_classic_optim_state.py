@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.optim import _NamedOptimizer
 
 import libfsdp
@@ -275,6 +276,11 @@ def test_refusals(rank, world):
     trained(model, optimizer, rank, world)
     with pytest.raises(ValueError, match="not part of the model"):
         FSDP.optim_state_dict(model, torch.optim.SGD(nn.Linear(2, 2).parameters(), 0.1))
+    foreign = TorchFSDP.__new__(TorchFSDP)
+    nn.Module.__init__(foreign)
+    foreign._fsdp_wrapped_module = FSDP(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="'1' was wrapped by torch's own"):
+        FSDP.optim_state_dict(nn.Sequential(model, foreign), optimizer)
     saved = FSDP.optim_state_dict(model, optimizer)
     saved["param_groups"] = saved["param_groups"][:1]
     with pytest.raises(KeyError, match="no parameter group"):
