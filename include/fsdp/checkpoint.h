@@ -16,7 +16,8 @@
 /// Checkpoints of sharded (and plain) models: a folder with one safetensors file a rank and an index. The format is
 /// described in docs/checkpoint.md.
 ///
-/// `model` may be a torch::nn::Module, a holder (GPT), a shared_ptr of a module, or a handle that fully_shard gave.
+/// `model` may be a torch::nn::Module, a holder (GPT), a shared_ptr of a module, a handle that fully_shard gave, or a
+/// FullyShardedDataParallel.
 /// Every function here is collective: all ranks of the world call it with the same model, optimizer and path. An
 /// error on one rank is thrown on every rank.
 namespace fsdp {
@@ -43,6 +44,11 @@ struct LoadInfo {
   std::map<std::string, std::string> metadata{};
   /// Number of ranks that saved it.
   int64_t world_size = 1;
+};
+
+struct FullStateDictOptions {
+  /// Only rank 0 of the world keeps the values; the others get an empty dict.
+  bool rank0_only = false;
 };
 
 using StateDict = torch::OrderedDict<std::string, at::Tensor>;
@@ -77,15 +83,15 @@ FSDP_API void save(const torch::nn::Module& model, const torch::optim::Optimizer
 FSDP_API LoadInfo load(const torch::nn::Module& model, torch::optim::Optimizer* optimizer, const std::string& path,
                        const LoadOptions& options);
 FSDP_API StateDict state_dict(const torch::nn::Module& model);
-FSDP_API StateDict full_state_dict(const torch::nn::Module& model);
+FSDP_API StateDict full_state_dict(const torch::nn::Module& model, const FullStateDictOptions& options);
 FSDP_API OptimizerStateDict optimizer_state_dict(const torch::nn::Module& model,
                                                  const torch::optim::Optimizer& optimizer);
 
 }  // namespace checkpoint
 
 /// Saves parameters, buffers, the optimizer's state and options, the step and the random generators into the folder
-/// `path`, which all ranks must see (one host, or a shared file system). Each rank writes its own rows; nothing is
-/// gathered.
+/// `path`, which all ranks must see (one host, or a shared file system). Each rank writes its own rows; what is not cut
+/// into rows of dim 0 (shard_placement_fn, FullyShardedDataParallel) is gathered for that, one tensor after the other.
 ///
 /// The folder appears in one step: if any rank fails or is killed, at any moment, `path` still holds the previous
 /// checkpoint whole. A checkpoint that is there is replaced; anything else there is left alone and refused. One job
@@ -134,10 +140,10 @@ StateDict state_dict(const M& model) {
 }
 
 /// Names to whole, plain CPU tensors of their own memory, equal on every rank. Costs one all-gather a sharded
-/// parameter and the memory of the whole model on every rank.
+/// parameter and the memory of the whole model on every rank that keeps it, of one parameter on the others.
 template <class M>
-StateDict full_state_dict(const M& model) {
-  return checkpoint::full_state_dict(checkpoint::module_of(model));
+StateDict full_state_dict(const M& model, const FullStateDictOptions& options = {}) {
+  return checkpoint::full_state_dict(checkpoint::module_of(model), options);
 }
 
 /// The optimizer's state by parameter name. Never communicates. NotSupported, InvalidArgument: as save.

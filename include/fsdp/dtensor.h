@@ -12,10 +12,14 @@ namespace fsdp {
 
 /// How a tensor lies on one mesh axis.
 struct Placement {
-  enum class Kind { kReplicate, kShard };
+  enum class Kind {
+    kReplicate,
+    kShard,
+    kFlat,  ///< a stretch of the flattened tensor's elements; where it begins and ends depends on its neighbours
+  };
   Kind kind = Kind::kReplicate;
   int64_t dim = 0;  ///< the tensor's dim that is cut; only for kShard
-  bool operator==(const Placement& o) const { return kind == o.kind && (kind == Kind::kReplicate || dim == o.dim); }
+  bool operator==(const Placement& o) const { return kind == o.kind && (kind != Kind::kShard || dim == o.dim); }
 };
 
 /// A look at a sharded tensor: a parameter of a sharded model, its gradient, or an optimizer's state for it. Cheap;
@@ -44,8 +48,9 @@ class FSDP_API DTensor {
   const std::vector<Placement>& placements() const;
   const DeviceMesh& device_mesh() const;
   /// This rank's rows: shares memory with the sharded tensor. Sizes {rows of this rank, ...}; may have 0 rows.
+  /// Of a tensor that is cut by elements (Kind::kFlat): those that this rank holds, 1-D, may be none.
   at::Tensor to_local() const;
-  /// Every rank's rows together, a new plain tensor, equal on every rank. Collective among the mesh; costs one
+  /// Every rank's part together, a new plain tensor, equal on every rank. Collective among the mesh; costs one
   /// all-gather of this tensor alone.
   at::Tensor full_tensor() const;
 

@@ -8,6 +8,7 @@
 #include <fsdp/dtensor.h>
 #include <fsdp/error.h>
 #include <fsdp/fully_shard.h>
+#include <fsdp/fully_sharded_data_parallel.h>
 #include <fsdp/grad_scaler.h>
 #include <fsdp/optim.h>
 #include <fsdp/version.h>

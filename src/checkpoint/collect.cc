@@ -82,7 +82,7 @@ HeldTensor hold(std::string name, const at::Tensor& tensor) {
     held.spec.end = rows.end;
     held.local = tensor::local_of(tensor);
     held.dim = tensor::dim_of(tensor);
-    held.cut = tensor::rows_along(tensor, held.dim);
+    held.cut = tensor::range_of(tensor);
   } else {
     held.spec.end = tensor.dim() == 0 ? 1 : tensor.size(0);
     held.local = tensor;
@@ -94,7 +94,8 @@ void gather_rows(std::vector<HeldTensor>& held) {
   for (auto& each : held) {
     if (each.dim != 0) {
       const auto count = each.spec.end - each.spec.begin;
-      each.local = dtensor(each.tensor).full_tensor().narrow(0, each.spec.begin, count).clone();
+      const auto whole = dtensor(each.tensor).full_tensor();
+      each.local = (whole.dim() == 0 ? whole.reshape({1}) : whole).narrow(0, each.spec.begin, count).clone();
     }
   }
 }

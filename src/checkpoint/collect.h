@@ -22,12 +22,14 @@ struct HeldTensor {
   LocalTensor spec;  ///< with the rows (of dim 0) that this rank saves
   at::Tensor tensor;
   at::Tensor local;  ///< its part on this rank, sharing memory: the tensor itself if it is not sharded
-  /// The dim that is cut, and of it the rows in `local`. Files hold rows of dim 0 whatever this is.
+  /// The dim that is cut (or tensor::kElements), and of it the rows (elements) in `local`. Files hold rows of dim 0
+  /// whatever this is.
   int64_t dim = 0;
   tensor::RowRange cut;
 };
 
-/// For saving: tensors that are cut along another dim get their rows of dim 0 as `local`, a copy. Collective.
+/// For saving: tensors that are cut along another dim or by elements get their rows of dim 0 as `local`, a copy.
+/// Collective.
 void gather_rows(std::vector<HeldTensor>& held);
 
 /// A model's parameters and buffers. A tied tensor is held under its first name; its others are aliases.

@@ -101,7 +101,12 @@ void read_into(const HeldTensor& target, const RankFile& file, uint64_t begin, c
     rows = rows.ne(0);
   }
   // copy_, not a read in place: it tells whoever watches the tensor's version, and reaches any device and layout.
-  if (shape.empty()) {
+  if (target.dim == tensor::kElements) {
+    const int64_t row = rows.numel() / count, first = read.begin * row;
+    const int64_t begin = std::max(first, target.cut.begin), end = std::min(read.end * row, target.cut.end);
+    target.local.narrow(0, begin - target.cut.begin, end - begin)
+        .copy_(rows.view({-1}).narrow(0, begin - first, end - begin));
+  } else if (shape.empty()) {
     target.local.copy_(rows.view(target.local.sizes()));
   } else if (target.dim == 0) {
     target.local.narrow(0, read.begin - target.spec.begin, count).copy_(rows);
@@ -110,17 +115,25 @@ void read_into(const HeldTensor& target, const RankFile& file, uint64_t begin, c
   }
 }
 
+/// The rows that have something for this rank.
+tensor::RowRange rows_for(const HeldTensor& target) {
+  const auto& spec = target.spec;
+  if (target.dim == 0) return {spec.begin, spec.end};
+  const int64_t rows = spec.shape.empty() ? 1 : spec.shape[0];
+  if (target.dim != tensor::kElements) return {0, rows};  // cut along another dim: all
+  const int64_t row = rows == 0 ? 0 : target.tensor.numel() / rows;
+  if (row == 0 || target.cut.size() == 0) return {0, 0};
+  return {target.cut.begin / row, (target.cut.end + row - 1) / row};
+}
+
 /// What this rank reads, by file, and whose checksums it compares.
 class ReadPlan {
  public:
   ReadPlan(std::string folder, const Index& index, const std::vector<HeldTensor>& targets, int rank, int size)
       : folder_(std::move(folder)), index_(index), targets_(targets) {
     for (size_t i = 0; i < targets.size(); ++i) {
-      // Of a tensor that is cut along another dim, every row has something for this rank.
-      const auto& spec = targets[i].spec;
-      const bool rows = targets[i].dim == 0;
-      const int64_t begin = rows ? spec.begin : 0, end = rows ? spec.end : spec.shape[0];
-      for (const auto& read : plan_reads(*find_tensor(index, spec.name), begin, end)) {
+      const auto rows = rows_for(targets[i]);
+      for (const auto& read : plan_reads(*find_tensor(index, targets[i].spec.name), rows.begin, rows.end)) {
         by_file_[read.piece.rank].reads.push_back({i, read});
       }
     }

@@ -3,6 +3,7 @@
 
 #include <c10/core/GradMode.h>
 #include <fsdp/checkpoint.h>
+#include <fsdp/distributed.h>
 #include <fsdp/dtensor.h>
 
 #include "checkpoint/collect.h"
@@ -37,16 +38,22 @@ StateDict state_dict(const torch::nn::Module& model) {
   return out;
 }
 
-StateDict full_state_dict(const torch::nn::Module& model) {
+StateDict full_state_dict(const torch::nn::Module& model, const FullStateDictOptions& options) {
   const at::NoGradGuard no_grad;
+  const bool keeps = !options.rank0_only || rank() == 0;
   StateDict out;
   std::unordered_map<const void*, at::Tensor> done;  // a tied tensor is gathered once
   each_tensor(model, [&](const std::string& name, const at::Tensor& tensor) {
-    auto& full = done[tensor.unsafeGetTensorImpl()];
-    if (!full.defined()) {
-      full = whole(tensor);
+    const auto [at, first] = done.try_emplace(tensor.unsafeGetTensorImpl());
+    if (first) {
+      const auto full = whole(tensor);
+      if (keeps) {
+        at->second = full;
+      }
     }
-    out.insert(name, full);
+    if (keeps) {
+      out.insert(name, at->second);
+    }
   });
   return out;
 }

@@ -86,7 +86,9 @@ std::string problem_of_reshard(const FullyShardOptions& options) {
 
 std::string type_name(const std::optional<at::ScalarType>& type) { return type ? c10::toString(*type) : "-"; }
 
-Survey survey(const std::vector<std::shared_ptr<torch::nn::Module>>& modules, const FullyShardOptions& options) {
+Survey survey(const std::vector<std::shared_ptr<torch::nn::Module>>& modules, const FullyShardOptions& options,
+              const Face& face) {
+  const std::string caller = face.name;
   Survey result;
   const auto wrong = [&](std::string what) {
     if (result.problem.empty()) result.problem = std::move(what);
@@ -94,7 +96,7 @@ Survey survey(const std::vector<std::shared_ptr<torch::nn::Module>>& modules, co
   std::unordered_set<const torch::nn::Module*> distinct;
   for (const auto& module : modules) {
     if (!distinct.insert(module.get()).second) {
-      wrong("fully_shard was given the same module twice (" + module->name() + "); name each module once");
+      wrong(caller + " was given the same module twice (" + module->name() + "); name each module once");
     }
   }
   result.visits = walk(modules);
@@ -102,7 +104,7 @@ Survey survey(const std::vector<std::shared_ptr<torch::nn::Module>>& modules, co
   for (auto* group : result.inner) {
     for (const auto& module : modules) {
       if (stands_for(*group, module.get())) {
-        wrong("fully_shard was already applied to this module (" + module->name() + "); apply it once to each");
+        wrong(caller + " was already applied to this module (" + module->name() + "); apply it once to each");
       }
     }
   }
@@ -138,10 +140,15 @@ Survey survey(const std::vector<std::shared_ptr<torch::nn::Module>>& modules, co
       if (dim != 0) line << " Shard(" << dim << ")";
       result.lines.push_back(line.str());
       result.params.push_back({name, tensor, dim});
+      if (face.layout == engine::Layout::kFlat && tensor.scalar_type() != result.params[0].tensor.scalar_type()) {
+        wrong("the parameters of one unit must have one dtype: '" + result.params[0].name + "' is " +
+              c10::toString(result.params[0].tensor.scalar_type()) + ", '" + name + "' is " +
+              c10::toString(tensor.scalar_type()) + "; wrap them apart, or cast one");
+      }
     }
   }
   if (result.params.empty() && result.inner.empty()) {
-    wrong("fully_shard found no parameters in module '" + modules[0]->name() + "' to shard");
+    wrong(caller + " found no parameters in module '" + modules[0]->name() + "' to shard");
   }
   for (auto* group : result.inner) {
     if (group->mesh() != options.mesh) {
@@ -161,6 +168,8 @@ Survey survey(const std::vector<std::shared_ptr<torch::nn::Module>>& modules, co
   return result;
 }
 
+}  // namespace
+
 DeviceMesh default_mesh() {
   auto world = mesh::World::current();
   if (auto state = world->default_mesh().lock()) return DeviceMesh(std::move(state));
@@ -169,26 +178,30 @@ DeviceMesh default_mesh() {
   return made;
 }
 
-}  // namespace
+std::shared_ptr<ModuleState> make_state(std::vector<std::shared_ptr<torch::nn::Module>> modules,
+                                        const FullyShardOptions& options) {
+  return make_state(std::move(modules), options, {"fully_shard", engine::Layout::kRows});
+}
 
 std::shared_ptr<ModuleState> make_state(std::vector<std::shared_ptr<torch::nn::Module>> modules,
-                                        const FullyShardOptions& given) {
+                                        const FullyShardOptions& given, const Face& face) {
+  const std::string caller = face.name;
   if (modules.empty() || std::any_of(modules.begin(), modules.end(), [](const auto& m) { return !m; })) {
-    throw InvalidArgument("libfsdp: fully_shard needs at least one module, and none of them empty");
+    throw InvalidArgument("libfsdp: " + caller + " needs at least one module, and none of them empty");
   }
   auto options = given;
   if (!options.mesh.defined()) options.mesh = default_mesh();
   if (options.mesh.ndim() > 2) {
-    throw InvalidArgument("libfsdp: fully_shard takes a mesh of one axis (shard) or two (replicate, shard), got " +
+    throw InvalidArgument("libfsdp: " + caller + " takes a mesh of one axis (shard) or two (replicate, shard), got " +
                           std::to_string(options.mesh.ndim()));
   }
-  auto plan = survey(modules, options);
-  require_same_on_all_ranks(options.mesh, "fully_shard of module '" + modules[0]->name() + "'", plan.lines,
-                            plan.problem);
+  auto plan = survey(modules, options, face);
+  require_same_on_all_ranks(options.mesh, caller + " of module '" + modules[0]->name() + "'", plan.lines, plan.problem);
 
   std::vector<const torch::nn::Module*> identities;
   for (const auto& module : modules) identities.push_back(module.get());
-  auto state = std::make_shared<ModuleState>(std::move(identities), options, plan.params);
+  auto state = std::make_shared<ModuleState>(std::move(identities), options, plan.params, face.layout);
+  state->prefetches_backward = face.prefetches_backward;
   auto& group = state->group();
   for (const auto& param : group.params()) {
     const auto original = std::find_if(plan.params.begin(), plan.params.end(),
@@ -206,7 +219,9 @@ std::shared_ptr<ModuleState> make_state(std::vector<std::shared_ptr<torch::nn::M
     const auto asked = reshard_of(ModuleState::of(*each).options());
     each->flags().reshard_after_forward = asked.set ? asked.free : each != &group;
   }
-  engine::Context::create(groups, options.mesh);
+  const auto context = engine::Context::create(groups, options.mesh);
+  for (auto* each : groups) each->place.explicit_backward_prefetch = !ModuleState::of(*each).prefetches_backward;
+  context->note_config_change();
   return state;
 }
 
@@ -216,12 +231,22 @@ std::shared_ptr<ModuleState> find_state(const torch::nn::Module& module) {
       if (stands_for(*group, &module)) return ModuleState::of(*group).shared_from_this();
     }
   }
-  throw InvalidArgument("libfsdp: fully_shard was not applied to this module (" + module.name() + ")");
+  throw InvalidArgument("libfsdp: fully_shard was not applied to this module (" + module.name() +
+                        "), or its parameters are summoned now");
 }
 
 // --- forward --------------------------------------------------------------------------------------------------------
 
 ForwardScope::ForwardScope(const std::shared_ptr<ModuleState>& state) : state_(state) {
+  if (state_->summoned) {
+    if (at::GradMode::is_enabled()) {
+      throw InvalidArgument("libfsdp: a forward of '" + state_->group().name() +
+                            "' inside summon_full_params would train copies of its parameters: leave the scope first, "
+                            "or run it under no_grad");
+    }
+    open_ = false;
+    return;
+  }
   state_->context().enter_forward(state_->group());
 }
 
@@ -230,6 +255,7 @@ ForwardScope::~ForwardScope() {
 }
 
 void ForwardScope::complete() {
+  if (!open_) return;  // of summoned parameters
   open_ = false;
   state_->context().leave_forward(state_->group());
 }

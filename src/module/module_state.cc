@@ -3,10 +3,11 @@
 namespace fsdp::module {
 
 ModuleState::ModuleState(std::vector<const torch::nn::Module*> modules, FullyShardOptions options,
-                         const std::vector<engine::NamedParam>& params)
+                         const std::vector<engine::NamedParam>& params, engine::Layout layout)
     : modules_(std::move(modules)),
       options_(std::move(options)),
-      group_("(root)", params, options_.mesh, {options_.mp_policy.param_dtype, options_.mp_policy.reduce_dtype}) {
+      group_("(root)", params, options_.mesh, {options_.mp_policy.param_dtype, options_.mp_policy.reduce_dtype},
+             layout) {
   group_.face = this;
 }
 

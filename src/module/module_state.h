@@ -9,12 +9,12 @@
 
 namespace fsdp::module {
 
-/// What one call of fully_shard made: the group, the modules it stands for, and the options. The module's parameters
-/// (their facades) keep it alive; handles share it.
+/// What one call of fully_shard, or one unit of the classic wrapper, made: the group, the modules it stands for, and
+/// the options. The module's parameters (their facades) keep it alive; handles share it.
 class ModuleState : public std::enable_shared_from_this<ModuleState> {
  public:
   ModuleState(std::vector<const torch::nn::Module*> modules, FullyShardOptions options,
-              const std::vector<engine::NamedParam>& params);
+              const std::vector<engine::NamedParam>& params, engine::Layout layout);
 
   engine::ParamGroup& group() { return group_; }
   engine::Context& context() { return group_.context(); }
@@ -24,6 +24,11 @@ class ModuleState : public std::enable_shared_from_this<ModuleState> {
   const std::string& fqn() const { return fqn_; }
   void set_fqn(std::string fqn);
 
+  /// Whether its parameters are plain and whole now, outside of the engine (summon_full_params).
+  bool summoned = false;
+  /// Whether backward gathers groups ahead of their use when this one was gathered.
+  bool prefetches_backward = true;
+
   static ModuleState& of(engine::ParamGroup& group) { return *static_cast<ModuleState*>(group.face); }
 
  private:
@@ -32,5 +37,17 @@ class ModuleState : public std::enable_shared_from_this<ModuleState> {
   std::string fqn_;
   engine::ParamGroup group_;
 };
+
+/// How a face asks for a group.
+struct Face {
+  const char* name;  // in messages: "fully_shard"
+  engine::Layout layout;
+  bool prefetches_backward = true;
+};
+std::shared_ptr<ModuleState> make_state(std::vector<std::shared_ptr<torch::nn::Module>> modules,
+                                        const FullyShardOptions& options, const Face& face);
+
+/// A 1D mesh over the whole world, on the CPU, made once a world.
+DeviceMesh default_mesh();
 
 }  // namespace fsdp::module

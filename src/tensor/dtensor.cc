@@ -123,6 +123,8 @@ std::ostream& operator<<(std::ostream& out, const DTensor& tensor) {
     if (i) out << ", ";
     if (placement.kind == Placement::Kind::kShard) {
       out << "Shard(" << placement.dim << ")";
+    } else if (placement.kind == Placement::Kind::kFlat) {
+      out << "Flat()";
     } else {
       out << "Replicate()";
     }

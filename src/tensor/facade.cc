@@ -29,10 +29,10 @@ void explain_missing_bytes(c10::TensorImpl& impl, const std::string& name) {
       "whole on every rank, fsdp::save() to save a model");
 }
 
-c10::intrusive_ptr<FacadeImpl> make_impl(SpecPtr spec, at::Tensor local, engine::ShardedParam* param) {
-  auto impl = c10::make_intrusive<FacadeImpl>(local, spec->sizes);
-  explain_missing_bytes(*impl, spec->name);
-  impl->set_backend_meta(c10::make_intrusive<FacadeTag>(std::move(spec), std::move(local), param));
+c10::intrusive_ptr<FacadeImpl> make_impl(c10::intrusive_ptr<FacadeTag> tag) {
+  auto impl = c10::make_intrusive<FacadeImpl>(tag->local, tag->spec->sizes);
+  explain_missing_bytes(*impl, tag->spec->name);
+  impl->set_backend_meta(std::move(tag));
   return impl;
 }
 
@@ -76,7 +76,7 @@ class FacadeSlot : public engine::Slot {
     const auto parameter = lock();
     if (!parameter.defined()) return;
     auto& gradient = parameter.mutable_grad();
-    const auto& spec = facade_of(parameter)->spec;
+    const auto& spec = tag_->spec;  // the parameter may show the whole now
     if (!gradient.defined()) {
       gradient = make_facade(spec, local);
     } else if (auto* held = facade_of(gradient)) {
@@ -110,12 +110,13 @@ class FacadeSlot : public engine::Slot {
 
 at::Tensor make_facade(SpecPtr spec, at::Tensor local) {
   return at::Tensor(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim(
-      make_impl(std::move(spec), std::move(local), nullptr).release()));
+      make_impl(c10::make_intrusive<FacadeTag>(std::move(spec), std::move(local))).release()));
 }
 
 void become_facade(const at::Tensor& tensor, SpecPtr spec, at::Tensor local, engine::ShardedParam* param) {
   const auto counter = local.unsafeGetTensorImpl()->version_counter();
-  tensor.unsafeGetTensorImpl()->shallow_copy_from(make_impl(std::move(spec), std::move(local), param));
+  tensor.unsafeGetTensorImpl()->shallow_copy_from(
+      make_impl(c10::make_intrusive<FacadeTag>(std::move(spec), std::move(local), param)));
   tensor.unsafeGetTensorImpl()->set_version_counter(counter);
 }
 
@@ -141,6 +142,36 @@ void become_parameter(const at::Tensor& parameter, SpecPtr spec, std::shared_ptr
   param->set_slot(std::make_unique<FacadeSlot>(parameter));
 }
 
+ShownWhole::ShownWhole(const at::Tensor& parameter, const at::Tensor& whole)
+    : parameter_(parameter), tag_(c10::intrusive_ptr<FacadeTag>::reclaim_copy(facade_of(parameter))) {
+  parameter.unsafeGetTensorImpl()->shallow_copy_from(whole.getIntrusivePtr());
+}
+
+ShownWhole::~ShownWhole() {
+  if (tag_) show_part();
+}
+
+void ShownWhole::end(bool keep) {
+  if (!tag_) return;
+  const auto spec = tag_->spec;
+  const auto shown = parameter_.detach();
+  const auto local = tag_->local;
+  show_part();
+  if (shown.sizes() != c10::IntArrayRef(spec->sizes)) {
+    throw InvalidArgument("libfsdp: parameter '" + spec->name + "' has sizes " + c10::str(shown.sizes()) +
+                          " at the end of its being whole, expected " + c10::str(c10::IntArrayRef(spec->sizes)) +
+                          ", its own; copy values into it and leave its sizes alone. What it had before stays");
+  }
+  at::NoGradGuard no_grad;
+  const auto part = spec->part_of(shown).to(local.scalar_type());
+  if (keep && !part.equal(local)) local.copy_(part);  // a write makes what is gathered old
+}
+
+void ShownWhole::show_part() {
+  parameter_.unsafeGetTensorImpl()->shallow_copy_from(make_impl(tag_));
+  tag_.reset();
+}
+
 void rename_facade(const at::Tensor& tensor, const std::string& name) {
   auto& tag = *facade_of(tensor);
   auto spec = std::make_shared<Spec>(*tag.spec);
@@ -161,7 +192,15 @@ static FacadeTag& require_facade(const at::Tensor& tensor) {
 
 at::Tensor local_of(const at::Tensor& sharded) { return require_facade(sharded).local; }
 
-int64_t dim_of(const at::Tensor& sharded) { return require_facade(sharded).spec->dim; }
+int64_t dim_of(const at::Tensor& sharded) {
+  const auto& spec = *require_facade(sharded).spec;
+  return spec.pieces[0].line > 0 ? kElements : spec.dim;
+}
+
+RowRange range_of(const at::Tensor& sharded) {
+  const auto& spec = *require_facade(sharded).spec;
+  return spec.rows(spec.pieces[0]);
+}
 
 RowRange rows_along(const at::Tensor& sharded, int64_t dim) {
   const auto& spec = *require_facade(sharded).spec;

@@ -39,4 +39,23 @@ void rename_facade(const at::Tensor& tensor, const std::string& name);
 /// Makes `parameter` stand for `param`, which lives at least as long as it: the C++ slot. Gives `param` its slot.
 void become_parameter(const at::Tensor& parameter, SpecPtr spec, std::shared_ptr<engine::ShardedParam> param);
 
+/// While it lives, a sharded parameter is a plain tensor over the memory of `whole` (of its sizes). The parameter keeps
+/// its identity and, with shard and leaf, its version counter: a group that is gathered is old after a write to it.
+class ShownWhole {
+ public:
+  ShownWhole(const at::Tensor& parameter, const at::Tensor& whole);
+  /// As end(false).
+  ~ShownWhole();
+  ShownWhole(const ShownWhole&) = delete;
+  ShownWhole& operator=(const ShownWhole&) = delete;
+  /// The parameter is sharded again; with `keep`, this rank's part of what it showed is its value.
+  /// InvalidArgument if it has other sizes by now; its value is then what it was.
+  void end(bool keep);
+
+ private:
+  void show_part();
+  at::Tensor parameter_;
+  c10::intrusive_ptr<FacadeTag> tag_;  // null once it ended
+};
+
 }  // namespace fsdp::tensor

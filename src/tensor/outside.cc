@@ -5,6 +5,7 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/ExpandUtils.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <fsdp/error.h>
@@ -158,11 +159,16 @@ void check_grad_mode(const OperatorHandle& op, const Stack& stack, size_t count,
 }
 
 /// This rank's part of an ordinary tensor that meets a sharded one: rows where it has the sharded dim, itself where it
-/// broadcasts over the rows.
+/// broadcasts over the rows; of elements, those of its broadcast.
 at::Tensor part_of(const OperatorHandle& op, const FacadeTag& tag, const at::Tensor& plain) {
   const auto& spec = *tag.spec;
   const auto dims = static_cast<int64_t>(spec.sizes.size());
   if (plain.dim() > dims) refuse(op, tag, "the other operand has more dims, and would need the whole");
+  if (spec.by_elements()) {
+    if (plain.numel() == 1) return plain.dim() > 1 ? plain.reshape({1}) : plain;
+    if (!at::is_expandable_to(plain.sizes(), spec.sizes)) refuse(op, tag, "the other operand's sizes do not fit");
+    return spec.part_of(plain.expand(spec.sizes));
+  }
   const int64_t dim = spec.dim - (dims - plain.dim());  // of `plain`, in which operands are aligned at their ends
   if (dim < 0 || plain.dim() == 0) return plain;
   const auto size = spec.sizes[static_cast<size_t>(spec.dim)];
@@ -170,7 +176,7 @@ at::Tensor part_of(const OperatorHandle& op, const FacadeTag& tag, const at::Ten
   if (plain.size(dim) != size) {
     refuse(op, tag, "the other operand's dim " + std::to_string(dim) + " does not fit");
   }
-  return spec.flat ? spec.part_of(plain) : engine::narrow_rows(plain, dim, spec.rows(spec.pieces[0]));
+  return engine::narrow_rows(plain, dim, spec.rows(spec.pieces[0]));
 }
 
 /// An ordinary tensor that an operator over shards writes (an optimizer's state or an average made before sharding):
@@ -409,6 +415,12 @@ void run_shape(const OperatorHandle& op, Stack* stack) {
   const auto& piece = spec.pieces[0];
   if (sizes.size() == 1) {
     return done(make_facade(spec.flattened(sizes, spec.pieces), tag->local.reshape({-1})));
+  }
+  if (piece.line > 0) {  // elements keep their order in every shape
+    int64_t numel = 1;
+    for (auto size : sizes) numel *= size;
+    if (numel != self.numel()) refuse(op, *tag, "it has another number of elements");
+    return done(make_facade(spec.shaped(sizes, 0), tag->local));
   }
   // The cut dim of the new shape: as many slabs before it as now, as many rows in it.
   int64_t numel = 1, cut = sizes.empty() && piece.rows == 1 ? 0 : -1;

@@ -19,9 +19,12 @@ using RowRange = shard::RowRange;
 bool is_sharded(const at::Tensor& tensor);
 /// This rank's part of a sharded tensor, sharing memory.
 at::Tensor local_of(const at::Tensor& sharded);
-/// The dim that is cut.
+/// The dim that is cut; kElements: none, a rank holds a stretch of the flattened tensor's elements.
+constexpr int64_t kElements = -1;
 int64_t dim_of(const at::Tensor& sharded);
-/// The rows that this rank would hold if the tensor were cut along `dim`; along dim_of() it does.
+/// The rows of that dim, or the elements, that this rank holds.
+RowRange range_of(const at::Tensor& sharded);
+/// The rows that this rank would hold if the tensor were cut along `dim`.
 RowRange rows_along(const at::Tensor& sharded, int64_t dim);
 /// A new sharded tensor that lies as `like` does (global sizes, mesh, name), holding `local` (of local_of(like)'s
 /// sizes, any dtype). For optimizer state.

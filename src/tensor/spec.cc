@@ -40,7 +40,8 @@ SpecPtr Spec::shaped(std::vector<int64_t> new_sizes, int64_t cut) const {
 
 void Spec::cut_along(int64_t cut) {
   dim = cut;
-  placements.back() = {Placement::Kind::kShard, cut};
+  const bool of_line = !pieces.empty() && pieces[0].line > 0;
+  placements.back() = of_line ? Placement{Placement::Kind::kFlat} : Placement{Placement::Kind::kShard, cut};
 }
 
 shard::RowRange Spec::rows(const Piece& piece) const {
@@ -54,12 +55,13 @@ int64_t Spec::local_numel() const {
 }
 
 at::Tensor Spec::part_of(const at::Tensor& whole) const {
-  if (!flat) return engine::narrow_rows(whole, dim, rows(pieces[0]));
+  if (!by_elements()) return engine::narrow_rows(whole, dim, rows(pieces[0]));
+  const auto line = whole.reshape({-1});
   std::vector<at::Tensor> parts;
   int64_t base = 0;
   for (const auto& piece : pieces) {
     const auto range = rows(piece);
-    parts.push_back(whole.narrow(0, base, piece.units())
+    parts.push_back(line.narrow(0, base, piece.units())
                         .view({piece.slabs, piece.slab_units()})
                         .narrow(1, range.begin * piece.row_units, range.size() * piece.row_units)
                         .reshape({-1}));
@@ -69,7 +71,7 @@ at::Tensor Spec::part_of(const at::Tensor& whole) const {
 }
 
 std::vector<int64_t> Spec::local_sizes() const {
-  if (flat) return {local_numel()};
+  if (by_elements()) return {local_numel()};
   auto local = sizes;
   if (local.empty()) local.push_back(1);
   local[static_cast<size_t>(dim)] = rows(pieces[0]).size();

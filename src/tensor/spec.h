@@ -14,15 +14,17 @@ namespace fsdp::tensor {
 
 /// How a sharded tensor lies: its global sizes, and which part of them each rank holds.
 ///
-/// Usually one piece: rows of one dim. A flat spec is the one-dimensional concatenation of pieces, each cut by its own
-/// rows: what `view(-1)` of a parameter gives, and `cat` of several (LBFGS works on those).
+/// Usually one piece: rows of one dim, or a stretch of the elements (a piece of a line: the parameter of a flat group,
+/// whose global sizes are its own and of which a rank holds a 1-D part). A flat spec is the one-dimensional
+/// concatenation of pieces, each cut by its own rows: what `view(-1)` of a parameter gives, and `cat` of several (LBFGS
+/// works on those).
 struct Spec {
   using Piece = shard::FlatLayout::Array;
   std::string name;
   DeviceMesh mesh;
   std::vector<int64_t> sizes;
   std::vector<Piece> pieces;
-  int64_t dim = 0;  // that is cut; unless flat
+  int64_t dim = 0;  // that is cut; unless by_elements()
   bool flat = false;
   std::vector<Placement> placements;  // one a mesh axis
 
@@ -33,6 +35,8 @@ struct Spec {
   /// The same piece in another shape, of which `cut` is the dim that is cut.
   std::shared_ptr<const Spec> shaped(std::vector<int64_t> new_sizes, int64_t cut) const;
 
+  /// What a rank holds is 1-D: elements in their order.
+  bool by_elements() const { return flat || pieces[0].line > 0; }
   int64_t shard_axis() const { return mesh.ndim() - 1; }
   shard::RowRange rows(const Piece& piece) const;
   /// This rank's part of a whole, ordinary tensor of these sizes. A view where it can be one.

@@ -271,6 +271,46 @@ TEST(ReshardBitsThreads, BetweenDims) {
   }
 }
 
+// So is what the classic wrapper cuts by elements.
+TEST(ReshardBitsThreads, BetweenStyles) {
+  const auto wrapped = [](Net net, ShardingStrategy strategy) {
+    FullyShardedDataParallelOptions options;
+    options.sharding_strategy = strategy;
+    options.auto_wrap_policy = [out = net->out](const torch::nn::Module& module, int64_t) {
+      return out.get() == &module;
+    };
+    return FullyShardedDataParallel<Net>(std::move(net), options);
+  };
+  const auto expected = full_state_dict(Net(1));
+  for (const auto strategy : {ShardingStrategy::kFullShard, ShardingStrategy::kNoShard}) {
+    for (const int saved_by : {1, 2, 3}) {
+      for (const int loaded_by : {1, 3, 4}) {
+        const TempFolder folder;
+        run_ranks(saved_by, [&](int rank) {
+          auto model = wrapped(Net(1), strategy);
+          auto optimizer = adamw(model.module());
+          train(model, optimizer, 0, 1, rank, saved_by);
+          save(model, optimizer, folder / "elements", {.step = 1});
+          save(sharded(Net(1)), folder / "rows");
+        });
+        run_ranks(loaded_by, [&](int rank) {
+          auto rows = sharded(Net(2));
+          auto elements = wrapped(Net(2), strategy);
+          load(elements, folder / "rows");
+          expect_equal(full_state_dict(elements), expected);
+          auto rows_adam = adamw(rows.module()), elements_adam = adamw(elements.module());
+          load(rows, rows_adam, folder / "elements");
+          load(elements, elements_adam, folder / "elements");
+          expect_equal(full_state_dict(elements), full_state_dict(rows));
+          train(rows, rows_adam, 1, 3, rank, loaded_by);
+          train(elements, elements_adam, 1, 3, rank, loaded_by);
+          expect_equal(full_state_dict(elements), full_state_dict(rows), kRounding);
+        });
+      }
+    }
+  }
+}
+
 // The fused optimizers are torch::optim's to a checkpoint.
 TEST(ReshardBitsThreads, FusedAndNot) {
   const TempFolder folder;

@@ -43,22 +43,26 @@ double difference(const at::Tensor& got, const at::Tensor& expected) {
   return (difference / (1e-6 + expected.to(at::kDouble).abs().max())).item<double>();
 }
 
-Twin::Twin(const Case& c, Grouping grouping) : c_(c), plain_(build(c)), net_(build(c)) {
+static Handle shard(const Case& c, const NetPtr& net, Grouping grouping) {
   auto options = c.options;
   if (!c.mesh_shape.empty()) {
     options.mesh = init_device_mesh(at::kCPU, c.mesh_shape);
   } else if (!options.mesh.defined()) {
     options.mesh = init_device_mesh(at::kCPU, {world_size()}, {"dp"});
   }
-  c_.batch = c.batch.to(c.batch.is_floating_point() ? c.dtype : c.batch.scalar_type());
   if (grouping == Grouping::kChildren) {
     if (c.shard_parts) {
-      c.shard_parts(*net_, options);
+      c.shard_parts(*net, options);
     } else {
-      shard_children(*net_, options);
+      shard_children(*net, options);
     }
   }
-  model_ = std::make_unique<Handle>(fully_shard(net_, options));
+  return fully_shard(net, options);
+}
+
+Twin::Twin(const Case& c, Grouping grouping) : c_(c), plain_(build(c)), net_(build(c)) {
+  c_.batch = c.batch.to(c.batch.is_floating_point() ? c.dtype : c.batch.scalar_type());
+  model_ = std::make_unique<Handle>(c.wrap ? c.wrap(net_, grouping) : shard(c, net_, grouping));
   c.configure(*model_);
   // With the usual eps, the step of an element whose gradient is almost zero is the rounding of that gradient, blown
   // up.

@@ -36,6 +36,8 @@ struct Case {
   std::function<at::Tensor(const at::Tensor& out)> loss = [](const at::Tensor& out) { return out.pow(2).mean(); };
   /// Replaces Grouping::kChildren.
   std::function<void(Net& net, const FullyShardOptions& options)> shard_parts;
+  /// Replaces fully_shard of parts and whole; `options` and `mesh_shape` are then its own business.
+  std::function<Handle(const NetPtr& net, Grouping grouping)> wrap;
   /// Of every group; the mesh is 1D over all ranks where none is given here.
   FullyShardOptions options{};
   std::vector<int64_t> mesh_shape{};

@@ -1,0 +1,174 @@
+#pragma once
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include <fsdp/clip_grad.h>
+#include <fsdp/device_mesh.h>
+#include <fsdp/export.h>
+#include <fsdp/fully_shard.h>
+#include <torch/nn/module.h>
+
+/// The classic wrapper: whole models at once, with strategies and policies, on the engine of fully_shard.
+namespace fsdp {
+
+enum class ShardingStrategy {
+  kFullShard,        ///< parameters, gradients and optimizer state are cut over all ranks
+  kShardGradOp,      ///< as that, but parameters stay whole from forward to backward
+  kNoShard,          ///< nothing is cut: every rank holds all, and a second copy of it while the module runs
+  kHybridShard,      ///< kFullShard over the second axis of the mesh, replicated over the first
+  kHybridShardZero2  ///< kShardGradOp likewise
+};
+
+/// Which modules become units of their own. Asked of each module inside the wrapped one that has parameters which no
+/// unit inside it took, children before parents, with the number of elements of those. Must answer alike on every rank.
+using AutoWrapPolicy = std::function<bool(const torch::nn::Module& module, int64_t unwrapped_numel)>;
+
+/// Modules of at least so many elements. InvalidArgument below 1.
+FSDP_API AutoWrapPolicy size_based_auto_wrap_policy(int64_t min_num_params = 100'000'000);
+
+/// Modules of these types (TORCH_MODULE holders, or the modules themselves): module_wrap_policy<Block, Embedding>().
+template <class... Ms>
+AutoWrapPolicy module_wrap_policy();
+
+struct FullyShardedDataParallelOptions {
+  /// One axis; two, {replicate, shard}, for the hybrid strategies and those alone. Undefined: the whole world on the
+  /// CPU, which hybrid strategies take only if it is one rank.
+  DeviceMesh mesh{};
+  ShardingStrategy sharding_strategy = ShardingStrategy::kFullShard;
+  /// Empty: the wrapped module is one unit.
+  AutoWrapPolicy auto_wrap_policy{};
+  /// Of every unit. Inputs are cast where a unit's own handle is called: the wrapper, or fsdp::call.
+  MixedPrecisionPolicy mixed_precision{};
+  /// False: backward gathers a unit when it is used, and not ahead of that. Forward gathers ahead, and both hold
+  /// back gathers and reductions that would pile up, always.
+  bool backward_prefetch = true;
+  /// Modules whose parameters, and those of the modules inside, stay ordinary tensors, whose gradients are not reduced.
+  std::vector<std::shared_ptr<torch::nn::Module>> ignored_modules{};
+  std::vector<at::Tensor> ignored_params{};
+  /// Parameters (not the ignored ones) and buffers start from the values of the mesh's first rank.
+  bool sync_module_states = false;
+};
+
+struct SummonOptions {
+  /// False: the wrapper's own unit alone.
+  bool recurse = true;
+  /// At the end, this rank's part of what each parameter is by then becomes its value.
+  bool writeback = true;
+};
+
+namespace module {
+
+FSDP_API std::shared_ptr<ModuleState> wrap(const std::shared_ptr<torch::nn::Module>& module,
+                                           const FullyShardedDataParallelOptions& options);
+/// InvalidArgument, naming `method`, if the group is inside another.
+FSDP_API void require_outermost(ModuleState& state, const char* method);
+
+template <class M>
+struct wrapped_type : impl_of<M> {};
+template <class M>
+requires std::is_base_of_v<torch::nn::Module, M>
+struct wrapped_type<M> {
+  using type = M;
+};
+
+}  // namespace module
+
+/// See FullyShardedDataParallel::no_sync.
+class FSDP_API NoSync {
+ public:
+  explicit NoSync(std::shared_ptr<module::ModuleState> state);
+  ~NoSync();
+  NoSync(const NoSync&) = delete;
+  NoSync& operator=(const NoSync&) = delete;
+
+ private:
+  struct Before;
+  std::vector<Before> before_;
+};
+
+/// See FullyShardedDataParallel::summon_full_params.
+class FSDP_API SummonedParams {
+ public:
+  SummonedParams(std::shared_ptr<module::ModuleState> state, const std::vector<at::Tensor>& parameters,
+                 const SummonOptions& options);
+  /// As close(), but warns where that throws.
+  ~SummonedParams();
+  SummonedParams(const SummonedParams&) = delete;
+  SummonedParams& operator=(const SummonedParams&) = delete;
+  /// Ends it. InvalidArgument if a parameter has other sizes than at first; all are sharded again, and that one has the
+  /// value that it had before.
+  void close();
+
+ private:
+  struct Shown;
+  std::unique_ptr<Shown> shown_;
+};
+
+/// A wrapped module: `model(x)` is the forward, `model->` the module itself. Unlike torch's, it does not stand in the
+/// module's place: names, children and state dicts are the module's own, and units inside are called as before.
+/// M is a TORCH_MODULE holder (GPT) or a shared_ptr of a module. A cheap value; copies refer to the same units.
+///
+/// What a rank holds of a unit is an equal stretch of its parameters, flattened and one after another (torch's
+/// use_orig_params=true). So parameters keep their identity, names and global sizes, and fsdp::dtensor(p).to_local() is
+/// this rank's slice, 1-D and maybe empty; fully_shard cuts each by its rows instead. An optimizer of element-wise
+/// steps works on parameters(), built before or after. fsdp::save, load, state_dict and full_state_dict take the
+/// wrapper, and checkpoints are those of fully_shard.
+///
+/// The methods of FSDPModule are there too. All are called by every rank alike.
+template <class M>
+class FullyShardedDataParallel : public FSDPModule<M> {
+ public:
+  /// Collective: every rank calls it with an equal model, and gets InvalidArgument that names both sides if parameters
+  /// or options differ. Modules inside that were wrapped before keep their units.
+  ///
+  /// InvalidArgument: no parameters; parameters of one unit that differ in dtype; a parameter that two units share; a
+  /// parameter on another device than the mesh's; a mesh that does not fit the strategy, or is another one than that
+  /// of a unit inside.
+  explicit FullyShardedDataParallel(M module, const FullyShardedDataParallelOptions& options = {})
+      : FSDPModule<M>(module, module::wrap(module::pointer(module), options)) {}
+
+  /// Runs the module's forward with its parameters gathered unit by unit as they are used.
+  template <class... Args>
+  auto forward(Args&&... args) const {
+    return (*this)(std::forward<Args>(args)...);
+  }
+
+  /// Of the module; for an optimizer.
+  std::vector<at::Tensor> parameters() const { return (*this)->parameters(); }
+
+  /// While what it returns lives, backward accumulates whole gradients on this rank and does not communicate; the first
+  /// backward after it reduces them all: `{ auto local = model.no_sync(); loss.backward(); }`. Costs the memory of the
+  /// whole gradients. InvalidArgument on a unit inside another.
+  [[nodiscard]] NoSync no_sync() const {
+    module::require_outermost(*this->state_, "no_sync");
+    return NoSync(this->state_);
+  }
+
+  /// fsdp::clip_grad_norm_ of parameters(): the gradients' joint norm before, equal on all ranks. InvalidArgument on a
+  /// unit inside another.
+  at::Tensor clip_grad_norm_(double max_norm, double norm_type = 2.0) const {
+    module::require_outermost(*this->state_, "clip_grad_norm_");
+    return fsdp::clip_grad_norm_(parameters(), max_norm, norm_type);
+  }
+
+  /// While what it returns lives, parameters are plain tensors, whole and in their own dtype, to read and to write. A
+  /// forward is possible under no_grad; gradients and optimizers' state stay sharded. Costs one all-gather a parameter
+  /// and the memory of them all; the end communicates nothing. InvalidArgument inside a forward or backward, or another
+  /// such scope.
+  [[nodiscard]] SummonedParams summon_full_params(const SummonOptions& options = {}) const {
+    return SummonedParams(this->state_, parameters(), options);
+  }
+};
+
+template <class... Ms>
+AutoWrapPolicy module_wrap_policy() {
+  return [](const torch::nn::Module& module, int64_t) {
+    return (... || (dynamic_cast<const typename module::wrapped_type<Ms>::type*>(&module) != nullptr));
+  };
+}
+
+}  // namespace fsdp
