@@ -4,7 +4,8 @@ include(GNUInstallDirs)
 include(CMakePackageConfigHelpers)
 
 # Public headers are named one by one: nothing becomes public by lying in a folder.
-set(FSDP_PUBLIC_HEADERS fsdp export error distributed device_mesh dtensor clip_grad custom_comm optim fully_shard grad_scaler checkpoint)
+set(FSDP_PUBLIC_HEADERS fsdp export error distributed device_mesh dtensor clip_grad custom_comm optim fully_shard
+  fully_sharded_data_parallel grad_scaler checkpoint)
 list(TRANSFORM FSDP_PUBLIC_HEADERS REPLACE "(.+)" "${PROJECT_SOURCE_DIR}/include/fsdp/\\1.h")
 
 set_target_properties(fsdp PROPERTIES INSTALL_RPATH ${FSDP_TORCH_ROOT}/lib)

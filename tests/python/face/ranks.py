@@ -103,6 +103,7 @@ def _serve(rank, pipe):
     sys.path.insert(0, str(HERE))
     import torch
     import torch.distributed as dist
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     torch.set_num_threads(1)
     joined = None
@@ -118,6 +119,9 @@ def _serve(rank, pipe):
                 dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world,
                                         timeout=timedelta(seconds=PEER_SECONDS))
                 joined = address
+            # torch remembers meshes with what it worked out for them, and takes one of the same ranks for another: one
+            # of an earlier case, whose groups may be gone by now.
+            _clear_sharding_prop_cache()
             fn = getattr(importlib.import_module(module), name).on_rank
             known = inspect.signature(fn).parameters
             extra = {"rank": rank, "world": world}
