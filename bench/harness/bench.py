@@ -33,9 +33,9 @@ class Bench:
     quick: bool
 
     def has(self, side):
-        if side in ("libfsdp_python", "libfsdp_python_inplace", "libfsdp_classic"):
-            return self.package is not None
-        return SIDES[side][0] == "torch" or self.step_bench is not None
+        if SIDES[side][0] == "cpp":
+            return self.step_bench is not None
+        return self.package is not None or not side.startswith("libfsdp")
 
     def start(self, side, *, ranks=1, engine=None, world=None, label="", flags=(), **config):
         """Starts a side, on its own engine unless one is named. `world` differs from `ranks` only on the fake engine."""

@@ -1,5 +1,7 @@
 """The report as text."""
 
+from .parts.step import NAMES as STEP_SIDES
+
 
 def cell(value):
     if value is None:
@@ -41,12 +43,10 @@ def host_cost(section):
 
 
 def step(entries):
-    sides = ["plain", "cpp_plain", "ddp", "fsdp2", "libfsdp_cpp", "libfsdp_shm", "libfsdp_inplace", "libfsdp_python",
-             "libfsdp_python_inplace", "libfsdp_classic"]
-    times = [[e["width"], e["blocks"], e["batch"], *(e[f"{side}_ms"] for side in sides)] for e in entries]
-    over = [[e["width"], *(e["over_plain"].get(side) for side in sides[2:])] for e in entries]
-    return (table("Step, 2 ranks over Gloo (libfsdp_shm and libfsdp from Python: over shared memory), ms", ["width", "blocks", "batch", *sides], times) + "\n"
-            + table("Step over the plain step of its own language", ["width", *sides[2:]], over))
+    times = [[e["width"], e["blocks"], e["batch"], *(e[f"{side}_ms"] for side in STEP_SIDES)] for e in entries]
+    over = [[e["width"], *(e["over_plain"].get(side) for side in STEP_SIDES[2:])] for e in entries]
+    return (table("Step, 2 ranks over Gloo (libfsdp_shm and libfsdp from Python: over shared memory), ms", ["width", "blocks", "batch", *STEP_SIDES], times) + "\n"
+            + table("Step over the plain step of its own language", ["width", *STEP_SIDES[2:]], over))
 
 
 def scale(section):

@@ -80,6 +80,7 @@ void ParamGroup::refuse_in_place(const char* what) const {
 }
 
 void ParamGroup::publish() {
+  if (copied_there_.empty()) return;  // every group, at the begin of every phase
   at::NoGradGuard no_grad;
   PlainTensors plain;
   for (const auto& [part, param] : copied_there_) part.copy_(param->shard().view(part.sizes()));

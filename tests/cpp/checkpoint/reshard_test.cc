@@ -232,6 +232,34 @@ TEST(ReshardThreadsFault, AnotherModelIsSeenByAll) {
   });
 }
 
+/// A model that `other` cuts saves as rows, with its optimizer, and goes on like one that is cut by rows from the
+/// checkpoint of either.
+template <class Other>
+void expect_same_as_rows(const Other& other, int saved_by, int loaded_by) {
+  const auto expected = full_state_dict(Net(1));
+  const TempFolder folder;
+  run_ranks(saved_by, [&](int rank) {
+    auto model = other(Net(1));
+    auto optimizer = adamw(model.module());
+    train(model, optimizer, 0, 1, rank, saved_by);
+    save(model, optimizer, folder / "other", {.step = 1});
+    save(sharded(Net(1)), folder / "rows");
+  });
+  run_ranks(loaded_by, [&](int rank) {
+    auto rows = sharded(Net(2));
+    auto cut = other(Net(2));
+    load(cut, folder / "rows");
+    expect_equal(full_state_dict(cut), expected);
+    auto rows_adam = adamw(rows.module()), cut_adam = adamw(cut.module());
+    load(rows, rows_adam, folder / "other");
+    load(cut, cut_adam, folder / "other");
+    expect_equal(full_state_dict(cut), full_state_dict(rows));
+    train(rows, rows_adam, 1, 3, rank, loaded_by);
+    train(cut, cut_adam, 1, 3, rank, loaded_by);
+    expect_equal(full_state_dict(cut), full_state_dict(rows), kRounding);
+  });
+}
+
 // A parameter that is cut along another dim is saved as rows all the same, so that any layout reads it.
 TEST(ReshardBitsThreads, BetweenDims) {
   const auto by_columns = [](Net net) {
@@ -243,31 +271,8 @@ TEST(ReshardBitsThreads, BetweenDims) {
     };
     return fully_shard(std::move(net), options);
   };
-  const auto expected = full_state_dict(Net(1));
   for (const int saved_by : {1, 2, 3}) {
-    for (const int loaded_by : {1, 2, 3}) {
-      const TempFolder folder;
-      run_ranks(saved_by, [&](int rank) {
-        auto model = by_columns(Net(1));
-        auto optimizer = adamw(model.module());
-        train(model, optimizer, 0, 1, rank, saved_by);
-        save(model, optimizer, folder / "columns", {.step = 1});
-        save(sharded(Net(1)), folder / "rows");
-      });
-      run_ranks(loaded_by, [&](int rank) {
-        auto rows = sharded(Net(2));
-        auto columns = by_columns(Net(2));
-        load(columns, folder / "rows");
-        expect_equal(full_state_dict(columns), expected);
-        auto rows_adam = adamw(rows.module()), columns_adam = adamw(columns.module());
-        load(rows, rows_adam, folder / "columns");
-        load(columns, columns_adam, folder / "columns");
-        expect_equal(full_state_dict(columns), full_state_dict(rows));
-        train(rows, rows_adam, 1, 3, rank, loaded_by);
-        train(columns, columns_adam, 1, 3, rank, loaded_by);
-        expect_equal(full_state_dict(columns), full_state_dict(rows), kRounding);
-      });
-    }
+    for (const int loaded_by : {1, 2, 3}) expect_same_as_rows(by_columns, saved_by, loaded_by);
   }
 }
 
@@ -281,31 +286,10 @@ TEST(ReshardBitsThreads, BetweenStyles) {
     };
     return FullyShardedDataParallel<Net>(std::move(net), options);
   };
-  const auto expected = full_state_dict(Net(1));
   for (const auto strategy : {ShardingStrategy::kFullShard, ShardingStrategy::kNoShard}) {
     for (const int saved_by : {1, 2, 3}) {
       for (const int loaded_by : {1, 3, 4}) {
-        const TempFolder folder;
-        run_ranks(saved_by, [&](int rank) {
-          auto model = wrapped(Net(1), strategy);
-          auto optimizer = adamw(model.module());
-          train(model, optimizer, 0, 1, rank, saved_by);
-          save(model, optimizer, folder / "elements", {.step = 1});
-          save(sharded(Net(1)), folder / "rows");
-        });
-        run_ranks(loaded_by, [&](int rank) {
-          auto rows = sharded(Net(2));
-          auto elements = wrapped(Net(2), strategy);
-          load(elements, folder / "rows");
-          expect_equal(full_state_dict(elements), expected);
-          auto rows_adam = adamw(rows.module()), elements_adam = adamw(elements.module());
-          load(rows, rows_adam, folder / "elements");
-          load(elements, elements_adam, folder / "elements");
-          expect_equal(full_state_dict(elements), full_state_dict(rows));
-          train(rows, rows_adam, 1, 3, rank, loaded_by);
-          train(elements, elements_adam, 1, 3, rank, loaded_by);
-          expect_equal(full_state_dict(elements), full_state_dict(rows), kRounding);
-        });
+        expect_same_as_rows([&](Net net) { return wrapped(std::move(net), strategy); }, saved_by, loaded_by);
       }
     }
   }

@@ -115,22 +115,7 @@ TEST_P(InPlaceThreads, ShardsAreAsEverToEverybodyElse) {
 }
 
 // Ranks that use different parts: opening a group is nobody else's business, its reduction is.
-TEST_P(InPlaceThreads, UnevenUse) {
-  Case c;
-  c.make = function_net(
-      [](FunctionNet& net) {
-        for (const char* name : {"a", "b", "c"}) net.add(name, torch::nn::Linear(4, 4));
-      },
-      [](FunctionNet& net, const at::Tensor& x) {
-        auto y = at::tanh(net.module<torch::nn::LinearImpl>("a").forward(x));
-        const auto* way = x[0][0].item<double>() > 0 ? "b" : "c";
-        return net.module<torch::nn::LinearImpl>(way).forward(y);
-      });
-  c.apart = true;
-  c.batch = ramp({2 * ranks(), 4});
-  for (int r = 0; r < ranks(); ++r) c.batch[2 * r][0] = r == 0 ? 1.0 : -1.0;
-  expect_parity(ranks(), in_place(c));
-}
+TEST_P(InPlaceThreads, UnevenUse) { expect_parity(ranks(), in_place(uneven_use_case(ranks()))); }
 
 FSDP_ON_RANKS(InPlaceThreads, 1, 2, 3, 5);
 

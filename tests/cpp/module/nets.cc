@@ -51,6 +51,23 @@ MlpNet& as_mlp(Net& net) { return dynamic_cast<MlpNet&>(net); }
 
 FSDPModule<torch::nn::Linear> layer_group(Net& net, size_t i) { return fsdp_module(as_mlp(net).layers[i]); }
 
+Case uneven_use_case(int ranks) {
+  Case c;
+  c.make = function_net(
+      [](FunctionNet& net) {
+        for (const char* name : {"a", "b", "c"}) net.add(name, torch::nn::Linear(4, 4));
+      },
+      [](FunctionNet& net, const at::Tensor& x) {
+        auto y = at::tanh(net.module<torch::nn::LinearImpl>("a").forward(x));
+        const auto* way = x[0][0].item<double>() > 0 ? "b" : "c";
+        return net.module<torch::nn::LinearImpl>(way).forward(y);
+      });
+  c.apart = true;
+  c.batch = ramp({2 * ranks, 4});
+  for (int r = 0; r < ranks; ++r) c.batch[2 * r][0] = r == 0 ? 1.0 : -1.0;
+  return c;
+}
+
 Case gpt_case(int64_t samples, bool tied) {
   const gpt::GPTConfig config{.vocab = 19, .context = 8, .layers = 2, .heads = 2, .width = 8, .tied = tied};
   Case c;

@@ -50,6 +50,9 @@ MlpNet& as_mlp(Net& net);
 /// The handle of layer `i`'s group.
 FSDPModule<torch::nn::Linear> layer_group(Net& net, size_t i);
 
+/// Two samples a rank of a model with children "a", "b", "c": rank 0 goes through a and b, the others through a and c.
+Case uneven_use_case(int ranks);
+
 /// The GPT of examples/gpt, small; groups: each block, and the root.
 Case gpt_case(int64_t samples, bool tied);
 

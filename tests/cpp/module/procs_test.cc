@@ -27,22 +27,7 @@ FSDP_PROCESS_BODY(parity_on_engine) {
 
 // Ranks that use different parts of a model: gathers and reductions are agreed upon, on a wire that would not notice.
 FSDP_PROCESS_BODY(uneven_use_on_engine) {
-  on_engine([] {
-    Case c;
-    c.make = function_net(
-        [](FunctionNet& net) {
-          for (const char* name : {"a", "b", "c"}) net.add(name, torch::nn::Linear(4, 4));
-        },
-        [](FunctionNet& net, const at::Tensor& x) {
-          auto y = at::tanh(net.module<torch::nn::LinearImpl>("a").forward(x));
-          const auto* way = x[0][0].item<double>() > 0 ? "b" : "c";
-          return net.module<torch::nn::LinearImpl>(way).forward(y);
-        });
-    c.apart = true;
-    c.batch = ramp({2 * world_size(), 4});
-    for (int r = 0; r < world_size(); ++r) c.batch[2 * r][0] = r == 0 ? 1.0 : -1.0;
-    both_groupings(c);
-  });
+  on_engine([] { both_groupings(uneven_use_case(world_size())); });
 }
 
 FSDP_PROCESS_BODY(hybrid_on_engine) {
