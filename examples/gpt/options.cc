@@ -44,8 +44,9 @@ Options parse_options(int argc, char** argv) {
   app.add_flag("--reshard,!--no-reshard", o.reshard, "Free a block's parameters after its forward")->group(ranks);
   app.add_flag("--bf16", o.bf16, "Compute in bfloat16, reduce in float32; implies --shard")->group(ranks);
   app.add_option("--threads", o.threads, "Threads of a rank")->check(CLI::Range(1, 1024))->group(ranks);
-  app.add_option("--engine", o.engine, "Carries the collectives: auto, shm (one host), gloo or mpi (under mpirun)")
-      ->check(CLI::IsMember({"auto", "shm", "gloo", "mpi"}))
+  app.add_option("--engine", o.engine,
+                 "Carries the collectives: auto, shm (one host), gloo, mpi or shm+mpi (under mpirun)")
+      ->check(CLI::IsMember({"auto", "shm", "gloo", "mpi", "shm+mpi"}))
       ->group(ranks);
   app.add_option("--timeout", o.timeout_s, "Seconds that a rank waits for its peers")
       ->check(CLI::PositiveNumber)

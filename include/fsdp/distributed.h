@@ -10,9 +10,11 @@ namespace fsdp {
 struct InitOptions {
   /// Which engine carries the collectives: "shm" (shared memory, ranks of one host), "gloo" (TCP, one or more hosts),
   /// "mpi" (in a job that mpirun started; only in builds that found MPI, and with MPI_THREAD_MULTIPLE), "auto" (each
-  /// group of ranks takes shm if all of it is on one host, else gloo), "fake" (no-op collectives of any
-  /// world size, for measuring host cost). Empty: "auto". Unknown: NotSupported with the list of engines; shm for ranks
-  /// that share no host: NotSupported with the reason, on every rank, when the first group is opened.
+  /// group of ranks takes shm if all of it is on one host; where some ranks share one, they meet in shared memory and
+  /// one of them speaks with the other hosts over gloo; else gloo), "shm+mpi" (the same over mpi), "fake" (no-op
+  /// collectives of any world size, for measuring host cost). Empty: "auto". Unknown: NotSupported with the list of
+  /// engines; shm for ranks that share no host: NotSupported with the reason, on every rank, when the first group is
+  /// opened. gloo listens on the interfaces that GLOO_SOCKET_IFNAME lists, else on the one that leads to MASTER_ADDR.
   std::string engine{};
   /// How long a rank waits for its peers, in start-up and in every collective, before it throws TimeoutError.
   std::chrono::milliseconds timeout = std::chrono::minutes(10);

@@ -81,7 +81,7 @@ class Channel {
 
   /// Uninitialised bytes for the input of a gather or a reduction (views of it will do) from which this channel sends
   /// without a copy. Once such an input was issued it is not the caller's to write any more: peers may read it after
-  /// wait().
+  /// wait(). May be called while another thread uses the channel.
   virtual at::Tensor buffer(int64_t nbytes, c10::Device device);
 };
 

@@ -19,7 +19,7 @@ struct Registry {
   std::map<std::string, EngineFactory> factories{{"auto", open_nearest}, {"fake", open_fake},
                                                  {"gloo", open_gloo},    {"inproc", open_inproc},
 #ifdef FSDP_WITH_MPI
-                                                 {"mpi", open_mpi},
+                                                 {"mpi", open_mpi},      {"shm+mpi", open_nearest_mpi},
 #endif
 #ifdef FSDP_WITH_NCCL
                                                  {"nccl", open_nccl},

@@ -20,9 +20,9 @@ def program():
     return path
 
 
-def mpirun(program, body, ranks, *options, inside=(), **variables):
+def mpirun(program, body, ranks, *options, inside=(), engine="mpi", **variables):
     """The output of `ranks` processes that run the C++ test's body."""
-    variables = {"FSDP_TEST_BODY": body, "OMP_NUM_THREADS": "1", **variables}
+    variables = {"FSDP_TEST_BODY": body, "LIBFSDP_TEST_ENGINE": engine, "OMP_NUM_THREADS": "1", **variables}
     command = [*inside, "mpirun", "--allow-run-as-root", "--oversubscribe", "-np", str(ranks), *options]
     for name in variables:
         command += ["-x", name]
@@ -34,7 +34,7 @@ def mpirun(program, body, ranks, *options, inside=(), **variables):
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_every_collective(program, ranks):
-    assert f"collectives done on {ranks} ranks" in mpirun(program, "mpi_collectives", ranks)
+    assert f"collectives done on {ranks} ranks" in mpirun(program, "launched_collectives", ranks)
 
 
 def test_a_peer_that_is_late_is_a_timeout(program):
@@ -43,53 +43,27 @@ def test_a_peer_that_is_late_is_a_timeout(program):
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_trains_like_plain(program, ranks):
-    assert f"trained on {ranks} ranks" in mpirun(program, "mpi_trains", ranks)
+    assert f"trained on {ranks} ranks" in mpirun(program, "launched_trains", ranks)
 
 
 # --- two hosts --------------------------------------------------------------------------------------------------------
 
 
-def ip(*arguments):
-    subprocess.run(["ip", *arguments], check=True, capture_output=True)
-
-
-@pytest.fixture
-def two_hosts(tmp_path):
-    """{address: network namespace} of two that are joined by a cable; what mpirun starts on one runs inside of it."""
-    names = [f"fsdp{os.getpid()}{side}" for side in "ab"]
-    hosts = dict(zip(["10.87.0.1", "10.87.0.2"], names))
-    try:
-        try:
-            for name in names:
-                ip("netns", "add", name)
-            ip("link", "add", names[0], "type", "veth", "peer", "name", names[1])
-            for address, name in hosts.items():
-                ip("link", "set", name, "netns", name)
-                ip("-n", name, "addr", "add", f"{address}/24", "dev", name)
-                for device in (name, "lo"):
-                    ip("-n", name, "link", "set", device, "up")
-        except (OSError, subprocess.CalledProcessError) as error:
-            pytest.skip(f"no network namespaces here: {error}")
-        yield hosts
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True)
-
-
-@pytest.mark.parametrize("body, says", [("mpi_collectives", "collectives done"), ("mpi_trains", "trained")])
-def test_a_host_file_over_two_hosts(program, two_hosts, tmp_path, body, says):
+@pytest.mark.parametrize("engine, ranks, how", [("mpi", 1, ""), ("shm+mpi", 2, ", first their host's, then all")])
+@pytest.mark.parametrize("body, says", [("launched_collectives", "collectives done"), ("launched_trains", "trained")])
+def test_a_host_file_over_two_hosts(program, two_hosts, tmp_path, body, says, engine, ranks, how):
     first, second = two_hosts
     hostfile = tmp_path / "hosts"
-    hostfile.write_text("".join(f"{address} slots=1\n" for address in two_hosts))
+    hostfile.write_text("".join(f"{address} slots={ranks}\n" for address in two_hosts))
     # In ssh's place: `agent <address> <command>` runs the command on that host.
     agent = tmp_path / "agent"
-    cases = "".join(f"  {address}) space={name} ;;\n" for address, name in two_hosts.items())
-    agent.write_text(f'#!/bin/sh\ncase "$1" in\n{cases}esac\nshift\nexec ip netns exec "$space" sh -c "$*"\n')
+    cases = "".join(f"  {address}) inside='{' '.join(two_hosts[address])}' ;;\n" for address in two_hosts)
+    agent.write_text(f'#!/bin/sh\ncase "$1" in\n{cases}esac\nshift\nexec $inside sh -c "$*"\n')
     agent.chmod(0o755)
     network = "10.87.0.0/24"
-    options = ["--hostfile", str(hostfile), "--map-by", "node", "--mca", "plm_rsh_agent", str(agent)]
+    options = ["--hostfile", str(hostfile), "--map-by", "slot", "--mca", "plm_rsh_agent", str(agent)]
     for parameter, value in (("btl", "tcp,self"), ("btl_tcp_if_include", network), ("oob_tcp_if_include", network)):
         options += ["--mca", parameter, value]
-    output = mpirun(program, body, 2, *options, inside=["ip", "netns", "exec", two_hosts[first]],
-                    MASTER_ADDR=first, MASTER_PORT="29500")
-    assert f"{says} on 2 ranks" in output
+    output = mpirun(program, body, 2 * ranks, *options, inside=two_hosts[first], engine=engine, MASTER_ADDR=first,
+                    MASTER_PORT="29500")
+    assert f"{says} on {2 * ranks} ranks{how}" in output

@@ -1,5 +1,6 @@
 #pragma once
 #include <memory>
+#include <string>
 
 #include "comm/channel.h"
 
@@ -19,8 +20,21 @@ std::shared_ptr<Channel> open_shm(const Rendezvous& rendezvous);
 /// of the host. Only in builds with FSDP_NCCL.
 std::shared_ptr<Channel> open_nccl(const Rendezvous& rendezvous);
 
-/// The engine of choice, channel by channel: shm where all members share a host, else gloo.
+/// The engine of choice, channel by channel: shm where all members share a host, shm inside the hosts and gloo between
+/// them where some do (HostsChannel), else gloo.
 std::shared_ptr<Channel> open_nearest(const Rendezvous& rendezvous);
+
+#ifdef FSDP_WITH_MPI
+/// The same with mpi in gloo's place.
+std::shared_ptr<Channel> open_nearest_mpi(const Rendezvous& rendezvous);
+/// Starts MPI in this process, which every process of a job must do.
+void start_mpi();
+#endif
+
+/// open_nearest() with another engine for what leaves a host, and on a host of another name: ranks of one name share
+/// it. For the two above, and for tests.
+std::shared_ptr<Channel> open_over_hosts(const Rendezvous& rendezvous, const std::string& host,
+                                         const std::string& across);
 
 /// Ranks that are threads of this process; CPU tensors. The store tells the members of one channel apart from those
 /// of another. Collectives are checked: ranks that call different ones all get CommError with both sides.

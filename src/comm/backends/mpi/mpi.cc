@@ -198,6 +198,8 @@ class MpiBackend final : public c10d::Backend {
 }  // namespace
 }  // namespace mpi
 
+void start_mpi() { mpi::Runtime::get(); }
+
 std::shared_ptr<Channel> open_mpi(const Rendezvous& rendezvous) {
   return std::make_shared<ExchangeChannel>("mpi", rendezvous, c10::make_intrusive<mpi::MpiBackend>(rendezvous));
 }

@@ -43,26 +43,6 @@ struct Card {
   }
 };
 
-std::string this_host() {
-  std::string boot = "?";
-  std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
-  char space[64] = {};
-  const auto length = ::readlink("/proc/self/ns/pid", space, sizeof(space) - 1);
-  return boot + "/" + std::string(space, length > 0 ? static_cast<size_t>(length) : 0);
-}
-
-/// Puts this rank's word into the store and gives everybody's.
-std::vector<std::string> exchange(const Rendezvous& rendezvous, const std::string& topic, const std::string& mine) {
-  auto& store = *rendezvous.store;
-  const auto key = [&](int rank) { return c10::str("shm/", topic, "/", rank); };
-  store.set(key(rendezvous.rank), mine);
-  std::vector<std::string> keys, words;
-  for (int rank = 0; rank < rendezvous.size; ++rank) keys.push_back(key(rank));
-  store.wait(keys, rendezvous.timeout);
-  for (const auto& each : keys) words.push_back(store.get_to_str(each));
-  return words;
-}
-
 int open_pidfd(int pid) { return static_cast<int>(::syscall(SYS_pidfd_open, pid, 0)); }
 
 void relax() {
@@ -72,6 +52,26 @@ void relax() {
 }
 
 }  // namespace
+
+std::string this_host() {
+  std::string boot = "?";
+  std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
+  char space[64] = {};
+  const auto length = ::readlink("/proc/self/ns/pid", space, sizeof(space) - 1);
+  return boot + "/" + std::string(space, length > 0 ? static_cast<size_t>(length) : 0);
+}
+
+std::vector<std::string> exchange_words(const Rendezvous& rendezvous, const std::string& topic,
+                                        const std::string& mine) {
+  auto& store = *rendezvous.store;
+  const auto key = [&](int rank) { return c10::str("shm/", topic, "/", rank); };
+  store.set(key(rendezvous.rank), mine);
+  std::vector<std::string> keys, words;
+  for (int rank = 0; rank < rendezvous.size; ++rank) keys.push_back(key(rank));
+  store.wait(keys, rendezvous.timeout);
+  for (const auto& each : keys) words.push_back(store.get_to_str(each));
+  return words;
+}
 
 Peers::Process::Process(Process&& other) noexcept : pid(other.pid), fd(std::exchange(other.fd, -1)) {}
 Peers::Process& Peers::Process::operator=(Process&& other) noexcept {
@@ -110,7 +110,7 @@ std::optional<Peers> Peers::meet(const Rendezvous& rendezvous, std::string& reas
   } catch (const std::exception& error) {
     problem = error.what();
   }
-  const auto cards = exchange(rendezvous, "card", mine.text());
+  const auto cards = exchange_words(rendezvous, "card", mine.text());
   for (int rank = 0; rank < rendezvous.size && problem.empty(); ++rank) {
     if (rank == rendezvous.rank) continue;
     const auto card = Card::parse(cards[static_cast<size_t>(rank)]);
@@ -132,7 +132,7 @@ std::optional<Peers> Peers::meet(const Rendezvous& rendezvous, std::string& reas
     process.pid = card.pid;
     if (card.pid != mine.pid) process.fd = open_pidfd(card.pid);
   }
-  const auto verdicts = exchange(rendezvous, "verdict", problem.empty() ? kFine : problem);
+  const auto verdicts = exchange_words(rendezvous, "verdict", problem.empty() ? kFine : problem);
   for (int rank = 0; rank < rendezvous.size; ++rank) {
     const auto& verdict = verdicts[static_cast<size_t>(rank)];
     if (verdict == kFine) continue;

@@ -10,6 +10,13 @@
 
 namespace fsdp::comm::shm {
 
+/// A word that is equal for processes that share a host's memory and can see each other's /proc.
+std::string this_host();
+
+/// Puts this rank's word about `topic` into the store and gives everybody's. Collective.
+std::vector<std::string> exchange_words(const Rendezvous& rendezvous, const std::string& topic,
+                                        const std::string& mine);
+
 /// Every rank's segment, mapped here: this rank's own for writing, the peers' for reading but for their boards.
 class Peers {
  public:

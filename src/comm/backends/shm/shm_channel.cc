@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <exception>
+#include <mutex>
 #include <optional>
 #include <stdexcept>
 #include <thread>
@@ -121,7 +122,12 @@ class ShmChannel::State : public std::enable_shared_from_this<State> {
     std::optional<uint64_t> block;
     at::Tensor tensor;
   };
+  void lend(Lent contribution) {
+    std::lock_guard lock(mutex_);
+    lent_.push_back(std::move(contribution));
+  }
   std::deque<Lent> lent_;
+  std::mutex mutex_;  // buffers may be asked for while another thread uses the channel
 };
 
 namespace {
@@ -176,11 +182,11 @@ std::unique_ptr<Pending> ShmChannel::State::issue(Operation given, bool contribu
       // What came from buffer() is the channel's from now on; everything else is its owner's to write again.
       if (from >= begin && from < begin + peers_.own_bytes()) {
         line.offset = static_cast<uint64_t>(from - begin);
-        lent_.push_back({operation->number, std::nullopt, operation->in});
+        lend({operation->number, std::nullopt, operation->in});
       } else {
         line.offset = arena_.allocate(operation->in.nbytes());
         std::memcpy(peers_.own_data() + line.offset, from, operation->in.nbytes());
-        lent_.push_back({operation->number, line.offset, {}});
+        lend({operation->number, line.offset, {}});
       }
     }
     in_flight_.push_back(operation);
@@ -208,15 +214,21 @@ bool ShmChannel::State::progress(OperationPtr wanted, Clock::time_point deadline
 }
 
 void ShmChannel::State::fail(std::exception_ptr error) {
-  broken_ = std::move(error);
+  std::deque<Lent> lent;
+  {
+    std::lock_guard lock(mutex_);
+    broken_ = std::move(error);
+    lent.swap(lent_);
+  }
   // Tensors of buffer() hold this object, so it must not hold them for ever.
   for (auto& operation : in_flight_) operation->drop();
-  lent_.clear();
 }
 
 void ShmChannel::State::close() {
   peers_.leave();
-  std::exchange(lent_, {}).clear();
+  std::deque<Lent> lent;
+  std::lock_guard lock(mutex_);
+  lent.swap(lent_);
 }
 
 int ShmChannel::State::awaited() const {
@@ -287,9 +299,16 @@ void ShmChannel::State::take_back() {
     }
     return true;
   };
-  while (!lent_.empty() && read_by_all(lent_.front().number)) {
-    if (lent_.front().block) arena_.free(*lent_.front().block);
-    lent_.pop_front();
+  std::deque<Lent> free;  // tensors go outside of the lock
+  {
+    std::lock_guard lock(mutex_);
+    while (!lent_.empty() && read_by_all(lent_.front().number)) {
+      free.push_back(std::move(lent_.front()));
+      lent_.pop_front();
+    }
+  }
+  for (const auto& each : free) {
+    if (each.block) arena_.free(*each.block);
   }
 }
 
@@ -313,7 +332,10 @@ void ShmChannel::State::wait_for_line() {
 }
 
 at::Tensor ShmChannel::State::buffer(int64_t nbytes) {
-  if (broken_) std::rethrow_exception(broken_);
+  {
+    std::lock_guard lock(mutex_);
+    if (broken_) std::rethrow_exception(broken_);
+  }
   take_back();
   const uint64_t block = arena_.allocate(static_cast<uint64_t>(nbytes));
   const auto give_back = [state = shared_from_this(), block](void*) { state->arena_.free(block); };
@@ -383,14 +405,6 @@ std::shared_ptr<Channel> open_shm(const Rendezvous& rendezvous) {
                                 "empty to have it chosen"));
   }
   return std::make_shared<shm::ShmChannel>(rendezvous, std::move(*peers));
-}
-
-std::shared_ptr<Channel> open_nearest(const Rendezvous& rendezvous) {
-  std::string reason;
-  if (auto peers = shm::Peers::meet(rendezvous, reason)) {
-    return std::make_shared<shm::ShmChannel>(rendezvous, std::move(*peers));
-  }
-  return open_gloo(rendezvous);
 }
 
 }  // namespace fsdp::comm
