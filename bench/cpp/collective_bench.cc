@@ -1,6 +1,7 @@
 // One rank of a collective's timing: a channel of libfsdp's, or memory copied for comparison. Serves the driver's
 // commands (see ../README.md, "Protocol"): `run <op> <bytes> <count>` answers the mean microseconds of `count` of them,
-// one after the other, each with the ranks' parts of <bytes>.
+// one after the other, each with the ranks' parts of <bytes>. `run_own`: a gather's input is memory of the channel's,
+// from which it sends without a copy.
 #include <algorithm>
 #include <chrono>
 #include <cstring>
@@ -39,21 +40,19 @@ void check(bool right, const std::string& what) {
 /// Runs what `op` names `count` times over parts of `bytes`.
 class Wire {
  public:
-  explicit Wire(const Config& config) : config_(config), launched_(config.rank < 0) {
-    if (launched_) {
-      fsdp::init_process_group({.engine = config.engine});
-    } else {
-      fsdp::init_process_group({.engine = config.engine, .rank = config.rank, .world_size = config.world});
-    }
+  explicit Wire(const Config& config) : config_(config) {
+    fsdp::init_process_group({.engine = config.engine});
     config_.rank = fsdp::rank();
     mesh_ = fsdp::init_device_mesh(torch::kCPU, {config.world}, {"dp"});
     channel_ = mesh_.state()->axis_channel(0, fsdp::mesh::Lane::kGather);
   }
 
-  double run(const std::string& op, int64_t bytes, int64_t count) {
+  double run(const std::string& op, int64_t bytes, int64_t count, bool own) {
     const int64_t elements = bytes / static_cast<int64_t>(sizeof(float));
     const fsdp::shard::Segments segments(config_.world, elements);
-    const auto part = torch::full({elements}, config_.rank + 1.0f), whole = torch::empty({elements * config_.world});
+    const auto part = own ? channel_->buffer(bytes, at::kCPU).view(at::kFloat) : torch::empty({elements});
+    part.fill_(config_.rank + 1);
+    const auto whole = torch::empty({elements * config_.world});
     const auto gather = [&] { channel_->all_gather(whole, part, segments)->wait(); };
     // Each reduction has an input of its own, as the engine's have: it is the channel's once it was issued.
     const auto reduce = [&] {
@@ -74,17 +73,6 @@ class Wire {
     return timed(count, [&] { op == "all_gather" ? gather() : reduce(); });
   }
 
-  /// The driver's next command, "" at the end. Where a launcher started the ranks, rank 0 alone hears the driver.
-  std::string command() {
-    std::string line;
-    if (!launched_ || config_.rank == 0) std::getline(std::cin, line);
-    if (!launched_) return line;
-    const auto text = torch::zeros({128}, torch::kByte);
-    std::memcpy(text.data_ptr(), line.data(), std::min<size_t>(line.size(), 127));
-    channel_->broadcast(text, 0)->wait();
-    return static_cast<const char*>(text.const_data_ptr());
-  }
-
   template <class Fn>
   double timed(int64_t count, Fn&& fn) {
     fsdp::barrier();
@@ -103,7 +91,6 @@ class Wire {
 
  private:
   Config config_;
-  bool launched_;  // by one that gives rank 0 alone the driver's commands
   fsdp::DeviceMesh mesh_;
   std::shared_ptr<fsdp::comm::Channel> channel_;
 };
@@ -113,7 +100,7 @@ json answer(Wire& wire, const std::string& line) {
   std::string command, op;
   int64_t bytes = 0, count = 0;
   words >> command >> op >> bytes >> count;
-  if (command == "run") return {{"us", wire.run(op, bytes, count)}};
+  if (command == "run" || command == "run_own") return {{"us", wire.run(op, bytes, count, command == "run_own")}};
   if (command == "copy") return {{"us", wire.copy(op, bytes, count)}};
   throw std::runtime_error("unknown command '" + line + "'");
 }
@@ -124,16 +111,15 @@ int main(int argc, char** argv) {
   CLI::App app("One rank of a collective's timing");
   Config config;
   app.add_option("--engine", config.engine)->check(CLI::IsMember({"gloo", "shm", "mpi"}));
-  app.add_option("--rank", config.rank, "the launcher's, unless given");
+  app.add_option("--rank", config.rank, "known from the environment");
   app.add_option("--world", config.world);
   CLI11_PARSE(app, argc, argv);
   at::set_num_threads(1);
   {
     torch::NoGradGuard no_grad;
     Wire wire(config);
-    std::cout << json{{"ready", true}}.dump() + "\n" << std::flush;
-    for (auto line = wire.command(); !line.empty(); line = wire.command())
-      std::cout << answer(wire, line).dump() + "\n" << std::flush;
+    std::cout << json{{"ready", true}} << std::endl;
+    for (std::string line; std::getline(std::cin, line);) std::cout << answer(wire, line) << std::endl;
   }
   fsdp::destroy_process_group();
   return 0;

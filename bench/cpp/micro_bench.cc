@@ -2,17 +2,19 @@
 #include <atomic>
 #include <string>
 
+#include <ATen/Context.h>
 #include <ATen/Parallel.h>
 #include <benchmark/benchmark.h>
 #include <fsdp/device_mesh.h>
-#include <fsdp/distributed.h>
 #include <fsdp/fully_shard.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "comm/channel.h"
+#include "mesh/world.h"
 #include "models.h"
 #include "shard/segments.h"
+#include "slow_wire.h"
 
 namespace {
 
@@ -64,6 +66,34 @@ void PlainBlockStep(benchmark::State& state) { block_step(state, false); }
 void ShardedBlockStep(benchmark::State& state) { block_step(state, true); }
 BENCHMARK(PlainBlockStep)->Unit(benchmark::kMicrosecond);
 BENCHMARK(ShardedBlockStep)->Unit(benchmark::kMicrosecond);
+
+// --- a slow wire ------------------------------------------------------------------------------------------------
+
+/// A step of six blocks while each collective is state.range(0) microseconds on the wire, which is `wire_us` in all.
+/// What the step takes more than at 0 is the part of the wire that computing did not cover.
+void StepOverASlowWire(benchmark::State& state) {
+  auto& wire = bench::SlowWire::get();
+  wire.each = std::chrono::microseconds(state.range(0));
+  auto stack = std::make_shared<bench::Stack>();
+  for (int i = 0; i < 6; ++i) {
+    stack->push_back(std::make_shared<bench::Block>(256));
+    fsdp::fully_shard(stack->layers.back(), {.mesh = fake_mesh()});
+  }
+  auto model = fsdp::fully_shard(stack, {.mesh = fake_mesh()});
+  const auto x = torch::randn({2, 64, 256});
+  const auto step = [&] {
+    model(x).square().mean().backward();
+    stack->zero_grad();
+  };
+  for (int i = 0; i < 3; ++i) step();
+  wire.collectives = 0;
+  for (auto _ : state) step();
+  const auto steps = static_cast<double>(state.iterations());
+  state.counters["collectives"] = static_cast<double>(wire.collectives) / steps;
+  state.counters["wire_us"] = static_cast<double>(wire.collectives * wire.each.count()) / steps;
+  wire.each = {};
+}
+BENCHMARK(StepOverASlowWire)->Arg(0)->Arg(500)->Arg(1000)->Arg(2000)->Unit(benchmark::kMicrosecond)->UseRealTime();
 
 // --- the wire: two ranks, each a thread -------------------------------------------------------------------------
 
@@ -130,7 +160,11 @@ void register_collectives() {
 
 int main(int argc, char** argv) {
   at::set_num_threads(1);
-  fsdp::init_process_group({.engine = "fake", .rank = 0, .world_size = kFakeWorld});
+  at::globalContext().setFlushDenormal(true);  // a fake gather leaves whatever was in memory
+  fsdp::comm::register_engine(
+      "slow", [](const fsdp::comm::Rendezvous& place) { return std::make_shared<bench::SlowChannel>(place); });
+  fsdp::mesh::World::set_process_world(
+      std::make_shared<fsdp::mesh::World>("slow", nullptr, 0, kFakeWorld, 0, std::chrono::seconds(30)));
   register_collectives();
   benchmark::Initialize(&argc, argv);
   if (benchmark::ReportUnrecognizedArguments(argc, argv)) return 1;

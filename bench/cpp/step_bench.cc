@@ -5,7 +5,7 @@
 #include <fstream>
 #include <functional>
 #include <iostream>
-#include <optional>
+#include <memory>
 #include <sstream>
 #include <string>
 #include <thread>
@@ -17,6 +17,7 @@
 #include <fsdp/dtensor.h>
 #include <fsdp/error.h>
 #include <fsdp/fully_shard.h>
+#include <fsdp/optim.h>
 #include <CLI/CLI.hpp>
 #include <nlohmann/json.hpp>
 
@@ -39,13 +40,14 @@ struct Config {
   int rank = 0;
   int world = 1;
   bool time_zero_grad = false;
-  bool adamw = false;
+  std::string adamw;  // "": none
+  bool time_adamw = false;
 };
 
 void parse(CLI::App& app, Config& config) {
   app.add_option("--side", config.side)->required()->check(CLI::IsMember({"plain", "sharded", "inplace"}));
   app.add_option("--model", config.model)->check(CLI::IsMember({"block", "rows"}));
-  app.add_option("--engine", config.engine)->check(CLI::IsMember({"fake", "gloo", "shm"}));
+  app.add_option("--engine", config.engine)->check(CLI::IsMember({"fake", "gloo", "mpi", "shm"}));
   app.add_option("--width", config.width);
   app.add_option("--rows", config.rows);
   app.add_option("--columns", config.columns);
@@ -55,7 +57,9 @@ void parse(CLI::App& app, Config& config) {
   app.add_option("--rank", config.rank);
   app.add_option("--world", config.world);
   app.add_flag("--time-zero-grad", config.time_zero_grad);
-  app.add_flag("--adamw", config.adamw, "step an AdamW after each backward, outside the timed part");
+  app.add_option("--adamw", config.adamw, "step an AdamW after each backward, outside the timed part")
+      ->check(CLI::IsMember({"default", "fused"}));
+  app.add_flag("--time-adamw", config.time_adamw, "inside of it");
 }
 
 double now_us() {
@@ -99,15 +103,23 @@ class Side {
  public:
   explicit Side(const Config& config) : config_(config), base_mb_(status_mb("VmRSS")) {
     auto model = make_model(config);
-    if (config.world > 1) {
+    if (config.engine == "mpi") {
+      fsdp::init_process_group({.engine = config.engine});
+      config_.rank = fsdp::rank();
+    } else if (config.world > 1) {
       fsdp::init_process_group({.engine = config.engine, .rank = config.rank, .world_size = config.world});
     }
     const double begin = now_us();
     forward_ = config.side != "plain" ? shard(model) : [model](const torch::Tensor& x) { return model->forward(x); };
     setup_us_ = now_us() - begin;
     parameters_ = model->parameters();
-    if (config.adamw) optimizer_.emplace(parameters_, torch::optim::AdamWOptions(1e-4));
-    input_ = make_input(config, config.rank);
+    const torch::optim::AdamWOptions options(1e-4);
+    if (config.adamw == "fused") {
+      optimizer_ = std::make_unique<fsdp::optim::AdamW>(parameters_, options);
+    } else if (config.adamw == "default") {
+      optimizer_ = std::make_unique<torch::optim::AdamW>(parameters_, options);
+    }
+    input_ = make_input(config, config_.rank);
     build_peak_mb_ = status_mb("VmHWM");
     reset_peak();
   }
@@ -127,6 +139,11 @@ class Side {
       int warmup = 0, steps = 0;
       words >> warmup >> steps;
       return round(warmup, steps);
+    }
+    if (command == "learn") {
+      int steps = 0;
+      words >> steps;
+      return learn(steps);
     }
     if (command == "check") return check();
     if (command == "memory") return memory();
@@ -156,7 +173,7 @@ class Side {
   }
 
   struct Times {
-    double forward_us, total_us;
+    double forward_us, total_us, optimizer_us;
   };
 
   Times step() {
@@ -167,24 +184,27 @@ class Side {
     value.backward();
     double end = now_us();
     if (optimizer_) optimizer_->step();
+    const double stepped = now_us(), optimizer = stepped - end;
+    if (config_.time_adamw) end = stepped;
     zero_grad();
-    if (config_.time_zero_grad) end = now_us();
-    return {forward - begin, end - begin};
+    if (config_.time_zero_grad) end = now_us() - (config_.time_adamw ? 0 : optimizer);
+    return {forward - begin, end - begin, optimizer};
   }
 
   json round(int warmup, int steps) {
     for (int i = 0; i < warmup; ++i) step();
-    std::vector<double> forward_us, us;
+    std::vector<double> forward_us, us, optimizer_us;
     for (int i = 0; i < steps; ++i) {
       const auto times = step();
       forward_us.push_back(times.forward_us);
       us.push_back(times.total_us);
+      optimizer_us.push_back(times.optimizer_us);
     }
-    return {{"forward_us", forward_us}, {"us", us}};
+    return {{"forward_us", forward_us}, {"us", us}, {"optimizer_us", optimizer_us}};
   }
 
-  /// The loss of this rank's input and the norms of the ranks' mean gradients; plain does all inputs itself.
-  json check() {
+  /// Backward of the mean over all ranks' inputs; plain does them all itself. The loss of this rank's, or of them all.
+  double gradients() {
     const bool plain = config_.side == "plain";
     const int first = plain ? 0 : config_.rank, last = plain ? config_.world : config_.rank + 1;
     double sum = 0;
@@ -193,6 +213,22 @@ class Side {
       (value / (last - first)).backward();
       sum += value.item<double>();
     }
+    return sum / (last - first);
+  }
+
+  /// Steps the optimizer with the gradients of the mean over all ranks' inputs.
+  json learn(int steps) {
+    for (int i = 0; i < steps; ++i) {
+      gradients();
+      optimizer_->step();
+      zero_grad();
+    }
+    return json::object();
+  }
+
+  /// The loss of this rank's input and the norms of the ranks' mean gradients.
+  json check() {
+    const double value = gradients();
     std::vector<double> norms;
     for (const auto& p : parameters_) {
       const auto& grad = p.grad();
@@ -200,7 +236,7 @@ class Side {
       norms.push_back(whole.to(torch::kDouble).norm().item<double>());
     }
     zero_grad();
-    return {{"loss", sum / (last - first)}, {"grad_norms", norms}};
+    return {{"loss", value}, {"grad_norms", norms}};
   }
 
   json memory() {
@@ -229,7 +265,7 @@ class Side {
   double base_mb_, build_peak_mb_ = 0, setup_us_ = 0, mesh_us_ = 0;
   Forward forward_;
   std::vector<torch::Tensor> parameters_;
-  std::optional<torch::optim::AdamW> optimizer_;
+  std::unique_ptr<torch::optim::AdamW> optimizer_;
   torch::Tensor input_;
 };
 

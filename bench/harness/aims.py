@@ -1,11 +1,13 @@
 """What the figures are meant to be. An aim that is not met is shown as such; it fails nothing."""
 
 from .parts.scale import GROUPS, by_shape
+from .parts.step import title
 
-#: Largest step overhead, as a part of FSDP2's.
-STEP_AIMS = {64: 0.60, 512: 0.85, 1024: 0.85}
+#: Largest step overhead over Gloo, as a part of FSDP2's.
+STEP_AIM = 0.60
 #: Largest step over the plain step, on shared memory.
-SHM_STEP_AIMS = {512: 1.15, 1024: 1.15}
+SHM_STEP_AIM = 1.15
+SHM_STEP_WIDTHS = (512, 1024)
 
 
 def aim(what, wanted, got, met):
@@ -33,25 +35,20 @@ def host_cost(section):
 def step(entries):
     found = []
     for entry in entries:
-        over = entry["over_plain"]
-        if "libfsdp_cpp" in over and entry["width"] in STEP_AIMS:
+        over, what = entry["over_plain"], f"step, {title(entry)}: "
+
+        def ratio(side, of, name, limit):
+            if side in over and of in over:
+                found.append(at_most(what + name, limit, over[side] / over[of]))
+
+        if "libfsdp_cpp" in over:
             part = (over["libfsdp_cpp"] - 1) / max(over["fsdp2"] - 1, 1e-6)
-            found.append(at_most(f"step, width {entry['width']}: overhead as a part of FSDP2's",
-                                 STEP_AIMS[entry["width"]], part))
-        if "libfsdp_shm" in over and entry["width"] in SHM_STEP_AIMS:
-            found.append(at_most(f"step, width {entry['width']}: shared memory over plain",
-                                 SHM_STEP_AIMS[entry["width"]], over["libfsdp_shm"]))
-            found.append(at_most(f"step, width {entry['width']}: shared memory over DDP", 1.0,
-                                 over["libfsdp_shm"] / over["ddp"]))
-        if "libfsdp_inplace" in over and entry["width"] in SHM_STEP_AIMS:
-            found.append(at_most(f"step, width {entry['width']}: shared memory in place over plain",
-                                 SHM_STEP_AIMS[entry["width"]], over["libfsdp_inplace"]))
-        if "libfsdp_inplace" in over:
-            found.append(at_most(f"step, width {entry['width']}: shared memory in place over DDP", 1.0,
-                                 over["libfsdp_inplace"] / over["ddp"]))
-        if "libfsdp_classic" in over and "libfsdp_python" in over:
-            found.append(at_most(f"step, width {entry['width']}: the classic wrapper over fully_shard", 1.0,
-                                 over["libfsdp_classic"] / over["libfsdp_python"]))
+            found.append(at_most(what + "overhead over Gloo as a part of FSDP2's", STEP_AIM, part))
+        for side, name in (("libfsdp_shm", "shared memory"), ("libfsdp_inplace", "shared memory in place")):
+            if side in over and entry["width"] in SHM_STEP_WIDTHS:
+                found.append(at_most(f"{what}{name} over plain", SHM_STEP_AIM, over[side]))
+            ratio(side, "ddp", f"{name} over DDP", 1.0)
+        ratio("libfsdp_classic", "libfsdp_python", "the classic wrapper over fully_shard", 1.0)
     return found
 
 
@@ -80,6 +77,9 @@ def collectives(rows):
         elif size >= 1 << 20:
             limit = 1.3 if row["op"] == "all_gather" else 1.5
             found.append(at_most(f"shm {name} of {size >> 20} MB over memcpy", limit, row["shm_us"] / row["memcpy_us"]))
+            if row["op"] == "all_gather":
+                found.append(at_most(f"shm {name} of {size >> 20} MB from the channel's memory over memcpy", limit,
+                                     row["shm_own_us"] / row["memcpy_us"]))
     return found
 
 
@@ -89,6 +89,8 @@ def optimizer(rows):
         if (got := row["over_plain"].get("libfsdp_python")) is not None:
             limit = 1.2 if row["what"].startswith("adamw") else 2
             found.append(at_most(f"{row['what']}: libfsdp over plain", limit, got))
+        if (got := row["over_plain"].get("libfsdp_shm")) is not None:
+            found.append(at_most(f"{row['what']}: fsdp::optim::AdamW from C++ over it on plain tensors", 1.0, got))
     return found
 
 

@@ -2,6 +2,8 @@
 
 import contextlib
 import os
+import shutil
+import subprocess
 import sys
 from dataclasses import dataclass
 
@@ -16,6 +18,7 @@ SIDES = {
     "fsdp2": ("torch", "fsdp2", "plain", "gloo"),
     "cpp_plain": ("cpp", "plain", None, "gloo"),
     "libfsdp_cpp": ("cpp", "sharded", "cpp_plain", "gloo"),
+    "libfsdp_mpi": ("cpp", "sharded", "cpp_plain", "mpi"),
     "libfsdp_shm": ("cpp", "sharded", "cpp_plain", "shm"),
     "libfsdp_inplace": ("cpp", "inplace", "cpp_plain", "shm"),
     # Takes its engine by itself: shared memory, between ranks of one host.
@@ -23,6 +26,17 @@ SIDES = {
     "libfsdp_python_inplace": ("torch", "inplace", "plain", "gloo"),
     "libfsdp_classic": ("torch", "classic", "plain", "gloo"),
 }
+
+
+#: What starts the ranks of an engine that does not let them start one by one.
+MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe"]
+
+
+def has_mpi(program):
+    linked = subprocess.run(["ldd", program], capture_output=True, text=True).stdout
+    libraries = [line.split()[2] for line in linked.splitlines() if "libfsdp" in line]
+    linked += "".join(subprocess.run(["ldd", each], capture_output=True, text=True).stdout for each in libraries)
+    return shutil.which("mpirun") is not None and "libmpi" in linked
 
 
 @dataclass
@@ -34,7 +48,7 @@ class Bench:
 
     def has(self, side):
         if SIDES[side][0] == "cpp":
-            return self.step_bench is not None
+            return self.step_bench is not None and (SIDES[side][3] != "mpi" or has_mpi(self.step_bench))
         return self.package is not None or not side.startswith("libfsdp")
 
     def start(self, side, *, ranks=1, engine=None, world=None, label="", flags=(), **config):
@@ -43,7 +57,7 @@ class Bench:
         engine = engine or own_engine
         program = [self.step_bench] if language == "cpp" else [sys.executable, os.path.join(HERE, "torch_side.py")]
         return self.start_program([*program, "--side", mode, *flags], f"{side}{label}", ranks=ranks, engine=engine,
-                                  world=world or ranks, **config)
+                                  launcher=MPIRUN if engine == "mpi" else None, world=world or ranks, **config)
 
     def start_program(self, program, name, *, ranks, launcher=None, **config):
         """Starts any program that serves the protocol, with `config` as its options; see RankGroup for `launcher`."""

@@ -8,12 +8,13 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 
 from .parts.scale import by_shape  # noqa: E402
+from .parts.step import title  # noqa: E402
 
 COLORS = {"plain": "#9aa0a6", "cpp_plain": "#c5c9cd", "ddp": "#f2a65a", "fsdp2": "#d1495b", "libfsdp_cpp": "#2e86ab",
-          "libfsdp_shm": "#44af69", "libfsdp_inplace": "#1b7837", "libfsdp_python": "#7fc8a9",
+          "libfsdp_mpi": "#6a8caf", "libfsdp_shm": "#44af69", "libfsdp_inplace": "#1b7837", "libfsdp_python": "#7fc8a9",
           "libfsdp_python_inplace": "#5aae61", "libfsdp_classic": "#b5d99c"}
 NAMES = {"plain": "plain", "cpp_plain": "plain C++", "ddp": "DDP", "fsdp2": "FSDP2", "libfsdp_cpp": "libfsdp C++",
-         "libfsdp_shm": "libfsdp C++\nshared memory", "libfsdp_inplace": "libfsdp C++\nin place",
+         "libfsdp_mpi": "libfsdp C++\nMPI", "libfsdp_shm": "libfsdp C++\nshared memory", "libfsdp_inplace": "libfsdp C++\nin place",
          "libfsdp_python": "libfsdp Python\nshared memory",
          "libfsdp_python_inplace": "libfsdp Python\nin place", "libfsdp_classic": "libfsdp classic\nshared memory"}
 
@@ -37,14 +38,19 @@ def host_cost(section):
 
 
 def step(entries):
-    fig, axes = plt.subplots(1, len(entries), figsize=(5.5 * len(entries), 4), squeeze=False)
-    for ax, entry in zip(axes[0], entries):
+    columns = min(len(entries), 3)
+    rows = -(-len(entries) // columns)
+    fig, axes = plt.subplots(rows, columns, figsize=(5.5 * columns, 4 * rows), squeeze=False)
+    for ax in axes.flat[len(entries):]:
+        ax.set_axis_off()
+    for ax, entry in zip(axes.flat, entries):
         sides = list(entry["over_plain"])
         bars(ax, [NAMES[s] for s in sides], [entry["over_plain"][s] for s in sides], [COLORS[s] for s in sides])
         ax.axhline(1, color="black", linewidth=0.8, linestyle=":")
-        ax.set(title=f"width {entry['width']}")
+        ax.set(title=title(entry))
         ax.tick_params(axis="x", labelsize=8)
-    axes[0][0].set_ylabel("step time over plain (2 ranks)")
+    for ax in axes[:, 0]:
+        ax.set_ylabel("step time over plain")
     return fig
 
 
@@ -84,7 +90,8 @@ def collectives(rows):
     for ax, op in zip(axes[0], ops):
         of_op = [row for row in rows if row["op"] == op]
         for side, color in (("gloo", COLORS["libfsdp_cpp"]), ("mpi", COLORS["fsdp2"]),
-                            ("shm", COLORS["libfsdp_shm"]), ("memcpy", "black")):
+                            ("shm", COLORS["libfsdp_shm"]), ("shm_own", COLORS["libfsdp_inplace"]),
+                            ("memcpy", "black")):
             if of_op[0][f"{side}_us"] is None:
                 continue
             ax.plot([r["bytes"] for r in of_op], [r[f"{side}_us"] for r in of_op], marker="o", label=side, color=color)
@@ -97,10 +104,10 @@ def collectives(rows):
 def optimizer(rows):
     fig, axes = plt.subplots(1, len(rows), figsize=(4 * len(rows), 4), squeeze=False)
     for ax, row in zip(axes[0], rows):
-        sides = [s for s in ("plain", "fsdp2", "libfsdp") if row[f"{s}_ms"] is not None]
-        names = {"libfsdp": "libfsdp"} | NAMES
-        bars(ax, [names[s] for s in sides], [row[f"{s}_ms"] for s in sides],
-             [COLORS["libfsdp_python" if s == "libfsdp" else s] for s in sides])
+        drawn = {"plain": "plain", "fsdp2": "fsdp2", "libfsdp": "libfsdp_python", "libfsdp_fused": "libfsdp_shm"}
+        sides = [s for s in drawn if row[f"{s}_ms"] is not None]
+        names = {"libfsdp": "libfsdp", "libfsdp_fused": "libfsdp\nfused, C++"} | NAMES
+        bars(ax, [names[s] for s in sides], [row[f"{s}_ms"] for s in sides], [COLORS[drawn[s]] for s in sides])
         ax.set(title=row["what"], ylabel="ms")
     return fig
 

@@ -1,6 +1,7 @@
 """The report as text."""
 
 from .parts.step import NAMES as STEP_SIDES
+from .parts.step import title
 
 
 def cell(value):
@@ -43,10 +44,11 @@ def host_cost(section):
 
 
 def step(entries):
-    times = [[e["width"], e["blocks"], e["batch"], *(e[f"{side}_ms"] for side in STEP_SIDES)] for e in entries]
-    over = [[e["width"], *(e["over_plain"].get(side) for side in STEP_SIDES[2:])] for e in entries]
-    return (table("Step, 2 ranks over Gloo (libfsdp_shm and libfsdp from Python: over shared memory), ms", ["width", "blocks", "batch", *STEP_SIDES], times) + "\n"
-            + table("Step over the plain step of its own language", ["width", *STEP_SIDES[2:]], over))
+    times = [[title(e), e["blocks"], e["batch"], *(e[f"{side}_ms"] for side in STEP_SIDES)] for e in entries]
+    over = [[title(e), *(e["over_plain"].get(side) for side in STEP_SIDES[2:])] for e in entries]
+    return (table("Step, ms (libfsdp_cpp, DDP and FSDP2 over Gloo; from Python libfsdp takes shared memory)",
+                  ["", "blocks", "batch", *STEP_SIDES], times) + "\n"
+            + table("Step over the plain step of its own language", ["", *STEP_SIDES[2:]], over))
 
 
 def scale(section):
@@ -69,16 +71,17 @@ def memory(section):
 
 
 def collectives(rows):
-    sides = ["gloo", "mpi", "shm", "memcpy"]
-    return table("Collectives, 2 ranks, us (memcpy: the bytes that cannot be spared)", ["", "bytes a rank", *sides],
+    sides = ["gloo", "mpi", "shm", "shm_own", "memcpy"]
+    return table("Collectives, 2 ranks, us (shm_own: from the channel's memory; memcpy: the bytes that cannot be spared)", ["", "bytes a rank", *sides],
                  [[r["op"], r["bytes"], *(r[f"{side}_us"] for side in sides)] for r in rows])
 
 
 def optimizer(rows):
-    sides = ["plain", "fsdp2", "libfsdp"]
-    return table("Optimizer, 2 ranks, from Python, ms", ["", *sides, "fsdp2/plain", "libfsdp/plain"],
+    sides = ["plain", "fsdp2", "libfsdp", "libfsdp_fused"]
+    return table("Optimizer, 2 ranks, ms (libfsdp_fused: fsdp::optim::AdamW from C++; the others from Python)",
+                 ["", *sides, "fsdp2/plain", "libfsdp/plain", "libfsdp_fused/plain"],
                  [[r["what"], *(r[f"{side}_ms"] for side in sides),
-                   *(r["over_plain"].get(side) for side in ("fsdp2", "libfsdp_python"))] for r in rows])
+                   *(r["over_plain"].get(side) for side in ("fsdp2", "libfsdp_python", "libfsdp_shm"))] for r in rows])
 
 
 def aims(found):

@@ -132,7 +132,7 @@ class Side:
             end = stepped
         self.zero_grad()
         if self.args.time_zero_grad:
-            end = time.perf_counter()
+            end = time.perf_counter() - (0 if self.args.time_adamw else optimizer)
         return (forward - begin) * 1e6, (end - begin) * 1e6, optimizer * 1e6
 
     def round(self, warmup, steps):

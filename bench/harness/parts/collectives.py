@@ -2,12 +2,12 @@
 
 import contextlib
 import os
-import shutil
 import statistics
-import subprocess
+
+from ..bench import MPIRUN, has_mpi
 
 #: engine -> what starts its ranks, where they do not start one by one
-ENGINES = {"gloo": None, "shm": None, "mpi": ["mpirun", "--allow-run-as-root", "-np"]}
+ENGINES = {"gloo": None, "shm": None, "mpi": MPIRUN}
 OPS = ["all_gather", "reduce_scatter"]
 RANKS = 2
 BYTES = [4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20]  # of a rank's part
@@ -23,18 +23,13 @@ def measure(bench):
     with contextlib.ExitStack() as stack:
         groups = {}
         for engine, launcher in ENGINES.items():
-            if launcher and not _has_mpi(program):
+            if launcher and not has_mpi(program):
                 continue
-            launcher = launcher and [*launcher, str(RANKS)]
             groups[engine] = stack.enter_context(bench.start_program(
                 [program], f"collectives.{engine}", ranks=RANKS, launcher=launcher, engine=engine, world=RANKS))
-        sides = {**{engine: (group, "run") for engine, group in groups.items()}, "memcpy": (groups["shm"], "copy")}
+        sides = {**{engine: (group, "run") for engine, group in groups.items()}, "shm_own": (groups["shm"], "run_own"),
+                 "memcpy": (groups["shm"], "copy")}
         return [_row(sides, op, size, rounds) for op in OPS for size in sizes]
-
-
-def _has_mpi(program):
-    linked = subprocess.run(["ldd", program], capture_output=True, text=True).stdout
-    return shutil.which("mpirun") is not None and "libmpi" in linked
 
 
 def _row(sides, op, size, rounds):

@@ -1,4 +1,4 @@
-"""Peak resident memory of a rank that trains 100 M parameters with AdamW, and what all ranks have together (PSS)."""
+"""Peak resident memory of a rank that trains 200 M parameters with AdamW, and what all ranks have together (PSS)."""
 
 NAMES = ["plain", "ddp", "fsdp2", "cpp_plain", "libfsdp_cpp", "libfsdp_inplace"]
 RANKS = 2
@@ -6,7 +6,7 @@ STEPS = 4
 
 
 def measure(bench):
-    width, layers = (64, 2) if bench.quick else (1024, 8)
+    width, layers = (64, 2) if bench.quick else (1024, 16)
     config = dict(model="block", width=width, layers=layers, batch=1, seq=64)
     section = {"ranks": RANKS, "optimizer": "AdamW", "steps": STEPS, "width": width, "blocks": layers, "sides": {}}
     for side in filter(bench.has, NAMES):

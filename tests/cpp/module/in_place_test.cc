@@ -1,9 +1,14 @@
 // set_symm_mem_for_comm: the ranks of a host read one copy of the parameters in place.
+#include <malloc.h>
+
 #include <chrono>
 #include <cstring>
+#include <fstream>
+#include <string>
 #include <thread>
 
 #include "base/memory.h"
+#include "mesh/world.h"
 #include "nets.h"
 #include "support/processes.h"
 #include "support/ranks.h"
@@ -317,6 +322,59 @@ FSDP_PROCESS_BODY(refuses_over_gloo) {
   twin.expect_equal_parameters();
   barrier();
   destroy_process_group();
+}
+
+/// This process's share of the memory that it holds, in bytes: what several map counts once in all.
+double pss() {
+  ::malloc_trim(0);
+  std::ifstream rollup("/proc/self/smaps_rollup");
+  for (std::string line; std::getline(rollup, line);) {
+    if (line.rfind("Pss:", 0) == 0) return std::stod(line.substr(4)) * 1024;
+  }
+  throw std::runtime_error("no Pss in smaps_rollup");
+}
+
+// What all ranks together hold of a model whose parameters stay whole after forward, over the size of one copy of them.
+FSDP_PROCESS_BODY(holds_parameters) {
+  init_process_group({.engine = "shm", .timeout = std::chrono::seconds(60)});
+  const bool shared = process_arguments()[0] == "in place";
+  const auto run = [&](int64_t width) {
+    torch::nn::Sequential net;
+    for (int i = 0; i < 4; ++i) net->push_back(torch::nn::Linear(torch::nn::LinearOptions(width, width).bias(false)));
+    std::vector<FSDPModuleBase> groups;
+    for (const auto& layer : *net) {
+      groups.push_back(fully_shard(layer.ptr<torch::nn::LinearImpl>(), {.reshard_after_forward = false}));
+    }
+    auto model = fully_shard(net);
+    for (auto& group : groups) {
+      if (shared) group.set_symm_mem_for_comm();
+    }
+    at::NoGradGuard no_grad;
+    model(at::ones({1, width}));
+    barrier();
+    return model;
+  };
+  run(8);  // whatever the first step loads
+  const auto before = pss();
+  barrier();
+  const int64_t width = 2048;
+  const auto model = run(width);
+  const auto held = at::full({1}, pss() - before, at::kDouble);
+  barrier();
+  mesh::World::current()->channel().all_reduce(held, comm::ReduceOp::kSum)->wait();
+  const double copies = held.item<double>() / (4.0 * width * width * 4);
+  if (shared) {
+    EXPECT_GT(copies, 0.95);
+    EXPECT_LT(copies, 1.3);
+  } else {
+    EXPECT_GT(copies, world_size() + 0.8) << "the measurement misses copies";
+  }
+  destroy_process_group();
+}
+
+TEST(InPlaceMemoryProcs, RanksHoldOneCopyTogether) {
+  run_processes(3, "holds_parameters", {.arguments = {"in place"}});
+  run_processes(3, "holds_parameters", {.arguments = {"copied"}});
 }
 
 TEST(InPlaceProcs, TrainsOnTwo) { run_processes(2, "trains_in_place"); }
