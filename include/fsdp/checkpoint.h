@@ -84,8 +84,15 @@ FSDP_API LoadInfo load(const torch::nn::Module& model, torch::optim::Optimizer* 
                        const LoadOptions& options);
 FSDP_API StateDict state_dict(const torch::nn::Module& model);
 FSDP_API StateDict full_state_dict(const torch::nn::Module& model, const FullStateDictOptions& options);
+FSDP_API StateDict local_state_dict(const torch::nn::Module& model);
+FSDP_API void load_state_dict(const torch::nn::Module& model, const StateDict& state);
 FSDP_API OptimizerStateDict optimizer_state_dict(const torch::nn::Module& model,
                                                  const torch::optim::Optimizer& optimizer);
+FSDP_API OptimizerStateDict full_optimizer_state_dict(const torch::nn::Module& model,
+                                                      const torch::optim::Optimizer& optimizer,
+                                                      const FullStateDictOptions& options);
+FSDP_API void load_optimizer_state_dict(const torch::nn::Module& model, torch::optim::Optimizer& optimizer,
+                                        const OptimizerStateDict& state);
 
 }  // namespace checkpoint
 
@@ -146,10 +153,41 @@ StateDict full_state_dict(const M& model, const FullStateDictOptions& options = 
   return checkpoint::full_state_dict(checkpoint::module_of(model), options);
 }
 
+/// Names to plain tensors: this rank's part of each parameter (DTensor::to_local), buffers as they are. Shares memory;
+/// never communicates.
+template <class M>
+StateDict local_state_dict(const M& model) {
+  return checkpoint::local_state_dict(checkpoint::module_of(model));
+}
+
+/// Writes values into the model's parameters and buffers, keeping the tensors: those of any of the three state dicts
+/// above, of this model or one like it, on any mesh; local parts go where their sizes are. Costs one all-gather for
+/// each sharded value that does not lie as its parameter does. Everything is checked on all ranks before the first
+/// value is written.
+///
+/// CheckpointError: other names, sizes or dtypes than the model's; the message lists the differences both ways.
+template <class M>
+void load_state_dict(const M& model, const StateDict& state) {
+  checkpoint::load_state_dict(checkpoint::module_of(model), state);
+}
+
 /// The optimizer's state by parameter name. Never communicates. NotSupported, InvalidArgument: as save.
 template <class M>
 OptimizerStateDict optimizer_state_dict(const M& model, const torch::optim::Optimizer& optimizer) {
   return checkpoint::optimizer_state_dict(checkpoint::module_of(model), optimizer);
+}
+
+/// The same of whole, plain CPU tensors of their own memory; as full_state_dict.
+template <class M>
+OptimizerStateDict full_optimizer_state_dict(const M& model, const torch::optim::Optimizer& optimizer,
+                                             const FullStateDictOptions& options = {}) {
+  return checkpoint::full_optimizer_state_dict(checkpoint::module_of(model), optimizer, options);
+}
+
+/// Gives the optimizer the state and the options of either, as load does; the rest is as for load_state_dict.
+template <class M>
+void load_optimizer_state_dict(const M& model, torch::optim::Optimizer& optimizer, const OptimizerStateDict& state) {
+  checkpoint::load_optimizer_state_dict(checkpoint::module_of(model), optimizer, state);
 }
 
 }  // namespace fsdp

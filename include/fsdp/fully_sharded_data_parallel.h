@@ -2,6 +2,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -34,6 +35,29 @@ FSDP_API AutoWrapPolicy size_based_auto_wrap_policy(int64_t min_num_params = 100
 template <class... Ms>
 AutoWrapPolicy module_wrap_policy();
 
+/// When backward gathers the next unit. Both: while the one before is used, in the engine's order.
+enum class BackwardPrefetch { kBackwardPre, kBackwardPost };
+
+/// In which dtypes a wrapped module computes and communicates. Unset fields keep each tensor's own dtype.
+struct MixedPrecision {
+  /// Parameters are gathered and used in this dtype; slices and optimizer state keep their own.
+  std::optional<at::ScalarType> param_dtype{};
+  /// Gradients are accumulated and reduced in this dtype; unset: param_dtype, else the parameter's own.
+  std::optional<at::ScalarType> reduce_dtype{};
+  /// Floating-point buffers are cast to this dtype when they are wrapped, and have it in state dicts.
+  std::optional<at::ScalarType> buffer_dtype{};
+  /// The gradient that the optimizer sees has the dtype that it was reduced in, not its parameter's.
+  bool keep_low_precision_grads = false;
+  /// Cast floating-point inputs of units inside to param_dtype where fsdp::call calls them.
+  bool cast_forward_inputs = false;
+  /// The same where the outermost wrapper is called.
+  bool cast_root_forward_inputs = true;
+};
+
+struct CPUOffload {
+  bool offload_params = false;
+};
+
 struct FullyShardedDataParallelOptions {
   /// One axis; two, {replicate, shard}, for the hybrid strategies and those alone. Undefined: the whole world on the
   /// CPU, which hybrid strategies take only if it is one rank.
@@ -41,17 +65,29 @@ struct FullyShardedDataParallelOptions {
   ShardingStrategy sharding_strategy = ShardingStrategy::kFullShard;
   /// Empty: the wrapped module is one unit.
   AutoWrapPolicy auto_wrap_policy{};
-  /// Of every unit. Inputs are cast where a unit's own handle is called: the wrapper, or fsdp::call.
-  MixedPrecisionPolicy mixed_precision{};
-  /// False: backward gathers a unit when it is used, and not ahead of that. Forward gathers ahead, and both hold
-  /// back gathers and reductions that would pile up, always.
-  bool backward_prefetch = true;
+  /// Of every unit.
+  MixedPrecision mixed_precision{};
+  /// On the CPU, state is in host memory anyway: nothing to do. NotSupported on other devices.
+  CPUOffload cpu_offload{};
+  /// Nothing: backward gathers a unit when it is used, and not ahead of that.
+  std::optional<BackwardPrefetch> backward_prefetch = BackwardPrefetch::kBackwardPre;
   /// Modules whose parameters, and those of the modules inside, stay ordinary tensors, whose gradients are not reduced.
   std::vector<std::shared_ptr<torch::nn::Module>> ignored_modules{};
   std::vector<at::Tensor> ignored_params{};
   /// Parameters (not the ignored ones) and buffers start from the values of the mesh's first rank.
   bool sync_module_states = false;
+
+  // What PyTorch lets its users choose and libfsdp always does. Accepted, and without effect:
+  /// forward gathers ahead, in the order of the step before,
+  bool forward_prefetch = false;
+  /// gathers and reductions that would pile up are held back.
+  bool limit_all_gathers = true;
 };
+
+/// Averages the flat gradients of one unit over the ranks: `output` is to get this rank's part. `gradients` are as long
+/// for each rank as for the one that holds most, the rest being padding. With kNoShard, and on one rank, `output` is
+/// undefined, and `gradients` are averaged in place. Called by every rank alike, in the order of reductions.
+using CommHook = std::function<void(const at::Tensor& gradients, const at::Tensor& output)>;
 
 struct SummonOptions {
   /// False: the wrapper's own unit alone.
@@ -66,6 +102,9 @@ FSDP_API std::shared_ptr<ModuleState> wrap(const std::shared_ptr<torch::nn::Modu
                                            const FullyShardedDataParallelOptions& options);
 /// InvalidArgument, naming `method`, if the group is inside another.
 FSDP_API void require_outermost(ModuleState& state, const char* method);
+FSDP_API void register_comm_hook(ModuleState& state, const CommHook& hook);
+FSDP_API std::vector<FSDPModuleBase> units_in(ModuleState& state);
+FSDP_API bool is_outermost(ModuleState& state);
 
 template <class M>
 struct wrapped_type : impl_of<M> {};
@@ -154,6 +193,23 @@ class FullyShardedDataParallel : public FSDPModule<M> {
     module::require_outermost(*this->state_, "clip_grad_norm_");
     return fsdp::clip_grad_norm_(parameters(), max_norm, norm_type);
   }
+
+  /// Gradients of all units are reduced by `hook` from now on; for good. InvalidArgument on a unit inside another, with
+  /// a hybrid strategy, or where there is a hook already.
+  void register_comm_hook(const CommHook& hook) const { module::register_comm_hook(*this->state_, hook); }
+
+  /// Calls `fn` with the module and all modules inside, while parameters are whole; this rank's part of what they are
+  /// then stays. Costs a summon_full_params().
+  void apply(const std::function<void(torch::nn::Module&)>& fn) const {
+    auto whole = summon_full_params();
+    (*this)->apply(fn);
+    whole.close();
+  }
+
+  /// The units at and below this one, this one first.
+  std::vector<FSDPModuleBase> fsdp_modules() const { return module::units_in(*this->state_); }
+  /// Whether no other wrapper, and no module of fully_shard, is around this one.
+  bool check_is_root() const { return module::is_outermost(*this->state_); }
 
   /// While what it returns lives, parameters are plain tensors, whole and in their own dtype, to read and to write. A
   /// forward is possible under no_grad; gradients and optimizers' state stay sharded. Costs one all-gather a parameter

@@ -36,9 +36,9 @@ class Group:
     reshard_after_backward: bool
     reshard_after_forward: bool
     sync_gradients: bool
-    def __init__(self, names: collections.abc.Sequence[str], params: collections.abc.Sequence[torch.Tensor], dims: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex], mesh: Mesh, param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, flat: bool = False) -> None:
+    def __init__(self, names: collections.abc.Sequence[str], params: collections.abc.Sequence[torch.Tensor], dims: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex], mesh: Mesh, param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, flat: bool = False, keep_reduced: bool = False) -> None:
         """
-        Copies this rank's rows, along `dims`, of `params`; `flat`: its elements of all, one after another. Collective.
+        Copies this rank's rows, along `dims`, of `params`; `flat`: its elements of all, one after another; `keep_reduced`: gradients stay in the dtype that they were reduced in. Collective.
         """
     def __len__(self) -> int:
         ...
@@ -98,9 +98,17 @@ class Group:
         """
         Gathers by `comm`, of torch's interface; None: by the engine.
         """
+    def set_custom_all_reduce(self, reduce: typing.Any) -> None:
+        """
+        Averages this rank's gradients, flat and in place, where parameters are not cut.
+        """
     def set_custom_reduce_scatter(self, comm: typing.Any, process_group: typing.Any) -> None:
         """
         Reduces by `comm`, of torch's interface; None: by the engine.
+        """
+    def set_dtypes(self, param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, keep_reduced: bool) -> None:
+        """
+        Other dtypes from now on, between steps. Collective.
         """
     def set_gathers_in_backward(self, gathers: bool) -> None:
         """

@@ -12,9 +12,9 @@ using engine::GroupFlags;
 std::unique_ptr<Group> make_group(std::vector<std::string> names, std::vector<at::Tensor> params,
                                   std::vector<int64_t> dims, const DeviceMesh& mesh,
                                   std::optional<at::ScalarType> param_dtype, std::optional<at::ScalarType> reduce_dtype,
-                                  bool flat) {
+                                  bool flat, bool keep_reduced) {
   return std::make_unique<Group>(std::move(names), std::move(params), std::move(dims), mesh,
-                                 engine::DtypePolicy{param_dtype, reduce_dtype},
+                                 engine::DtypePolicy{param_dtype, reduce_dtype, keep_reduced},
                                  flat ? engine::Layout::kFlat : engine::Layout::kRows);
 }
 
@@ -102,9 +102,9 @@ void bind_group(py::module_& module) {
   module.attr("LEFT_FAILED") = static_cast<int>(Group::Left::kFailed);
   py::class_<Group> type(module, "Group", "What one call of fully_shard made.");
   type.def(py::init(&make_group), py::arg("names"), py::arg("params"), py::arg("dims"), py::arg("mesh"),
-           py::arg("param_dtype"), py::arg("reduce_dtype"), py::arg("flat") = false,
-           "Copies this rank's rows, along `dims`, of `params`; `flat`: its elements of all, one after another. "
-           "Collective.")
+           py::arg("param_dtype"), py::arg("reduce_dtype"), py::arg("flat") = false, py::arg("keep_reduced") = false,
+           "Copies this rank's rows, along `dims`, of `params`; `flat`: its elements of all, one after another; "
+           "`keep_reduced`: gradients stay in the dtype that they were reduced in. Collective.")
       .def("__len__", &Group::size)
       .def("shard", &Group::shard, py::arg("i"), "This rank's rows of the i-th parameter; all share one buffer.")
       .def("place", &place, py::arg("i"), py::arg("user"), py::arg("places"), py::arg("wrapper"),
@@ -140,6 +140,12 @@ void bind_group(py::module_& module) {
           },
           py::arg("hook"), py::arg("stream"),
           "Called with this rank's averaged gradients, flat, on `stream` of a device that has them; None: not.")
+      .def(
+          "set_custom_all_reduce",
+          [](Group& group, py::object reduce) {
+            group.set_custom_all_reduce(tensor_hook(std::move(reduce), within(group, "the custom all-reduce")));
+          },
+          py::arg("reduce"), "Averages this rank's gradients, flat and in place, where parameters are not cut.")
       .def_property_readonly("has_custom_collective", &Group::has_custom_collective)
       .def("share_memory", &Group::share_memory,
            "The whole parameters lie in memory that the ranks of a host have in common. Collective.")
@@ -166,6 +172,14 @@ void bind_group(py::module_& module) {
       .def("adopt", &Group::adopt,
            "Takes over replaced parameters; False if they have another dtype or device: see rebuild().")
       .def("rebuild", &Group::rebuild, "As adopt(), for any dtype and device. Collective.")
+      .def(
+          "set_dtypes",
+          [](Group& group, std::optional<at::ScalarType> param_dtype, std::optional<at::ScalarType> reduce_dtype,
+             bool keep_reduced) {
+            group.set_policy({param_dtype, reduce_dtype, keep_reduced});
+          },
+          py::arg("param_dtype"), py::arg("reduce_dtype"), py::arg("keep_reduced"),
+          "Other dtypes from now on, between steps. Collective.")
       .def("set_prefetch", &set_prefetch, py::arg("groups"), py::arg("backward"))
       .def_property_readonly("stats", &stats, "Bytes alive and collectives issued by the model of this group.")
       .def_property_readonly("schedule", &schedule, "(phase, act, group) of the last iteration, in order of issue.");

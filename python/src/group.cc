@@ -71,7 +71,9 @@ void Group::hide(size_t i, py::object flat, int64_t offset, Place holder, std::v
   param.offset = offset;
   param.holder = std::move(holder);
   param.places = std::move(places);
+  param.reduced = flat_reduced_;
   param.set_user(std::move(flat));
+  set_hooks();
 }
 
 void Group::set_name(const std::string& name, const std::vector<std::string>& params) {
@@ -103,8 +105,21 @@ void Group::set_custom_reduce(std::shared_ptr<CustomReduceScatter> reduce) {
 void Group::set_all_reduce_hook(std::function<void(const at::Tensor&)> hook, std::optional<c10::Stream> stream) {
   all_reduce_hook_ = std::move(hook);
   hook_stream_ = stream;
-  group_->set_all_reduce_hook(all_reduce_hook_, hook_stream_);
+  set_hooks();
   note_config_change();
+}
+
+void Group::set_custom_all_reduce(std::function<void(const at::Tensor&)> reduce) {
+  custom_all_reduce_ = std::move(reduce);
+  set_hooks();
+  note_config_change();
+}
+
+void Group::set_hooks() {
+  group_->set_all_reduce_hook(all_reduce_hook_, hook_stream_);
+  if (custom_all_reduce_) group_->set_custom_all_reduce(custom_all_reduce_);
+  if (params_.empty() || params_[0]->kind != ShownParam::Kind::kHidden) return;
+  group_->set_gradient_hook([&param = *params_[0]](const at::Tensor& line) { return param.run_hooks(line); });
 }
 
 void Group::share_memory() {
@@ -249,7 +264,26 @@ bool Group::adopt() {
 }
 
 void Group::rebuild() {
-  if (adopt()) return;
+  if (!adopt()) remake();
+}
+
+void Group::set_policy(const engine::DtypePolicy& policy) {
+  if (policy == policy_) return;
+  if (busy() || lent) {
+    throw InvalidArgument("libfsdp: group '" + group_->name() +
+                          "' cannot get other dtypes inside a forward or backward");
+  }
+  show_sharded();
+  policy_ = policy;
+  remake();
+}
+
+void Group::remake() {
+  if (group_->holds_gradients()) {
+    throw InvalidArgument("libfsdp: group '" + group_->name() +
+                          "' has gradients that are not reduced yet and would be lost with its dtypes or device: let a "
+                          "backward with gradient sync reduce them first");
+  }
   at::NoGradGuard no_grad;
   std::vector<py::object> users;
   std::vector<at::Tensor> locals;
@@ -264,6 +298,7 @@ void Group::rebuild() {
   }
   const auto shown = parameter_names();
   auto old = std::move(group_);
+  for (const auto& param : old->params()) param->tag()->replaced = param->name();
   without_gil([&] { group_ = make_engine(std::move(stand_ins), old->mesh()); });
   attach();
   set_name(old->name(), shown);
@@ -272,7 +307,6 @@ void Group::rebuild() {
     group_->keep_over(old->kept_over());
     if (custom_gather_) group_->set_custom_gather(custom_gather_);
     if (custom_reduce_) group_->set_custom_reduce(custom_reduce_);
-    group_->set_all_reduce_hook(all_reduce_hook_, hook_stream_);
     if (in_place_) group_->share_memory();
   });
   for (size_t i = 0; i < params_.size(); ++i) {
@@ -280,6 +314,7 @@ void Group::rebuild() {
     if (!param.engine->shard().is_same(locals[i])) param.engine->shard().copy_(locals[i]);
     param.set_user(users[i]);
   }
+  set_hooks();
   if (!old->shared_context()) return;
   auto groups = old->context().groups();
   groups.erase(std::remove(groups.begin(), groups.end(), nullptr), groups.end());

@@ -59,6 +59,8 @@ class Group {
   void set_custom_reduce(std::shared_ptr<CustomReduceScatter> reduce);
   /// Gets this rank's averaged gradients, flat, before the parameters do; empty: none.
   void set_all_reduce_hook(std::function<void(const at::Tensor&)> hook, std::optional<c10::Stream> stream);
+  /// Averages this rank's gradients, flat and in place. Where parameters are not cut.
+  void set_custom_all_reduce(std::function<void(const at::Tensor&)> reduce);
   bool has_custom_collective() const { return custom_gather_ || custom_reduce_; }
   /// The parameters lie in memory that the ranks have in common. Collective.
   void share_memory();
@@ -105,10 +107,14 @@ class Group {
   bool adopt();
   /// As adopt(), for any dtype and device: the engine's group is made anew.
   void rebuild();
+  /// Other dtypes from now on, between steps: the same. A backward of an earlier forward is refused then.
+  void set_policy(const engine::DtypePolicy& policy);
 
  private:
   std::unique_ptr<engine::ParamGroup> make_engine(std::vector<engine::NamedParam> params, const DeviceMesh& mesh);
   void attach();
+  void set_hooks();
+  void remake();
   void show_whole();
   void show_in_backward();
   bool idle() const { return uses_ == 0; }
@@ -121,8 +127,9 @@ class Group {
   // For the engine's group, whenever it is made anew.
   std::shared_ptr<CustomAllGather> custom_gather_;
   std::shared_ptr<CustomReduceScatter> custom_reduce_;
-  std::function<void(const at::Tensor&)> all_reduce_hook_;
+  std::function<void(const at::Tensor&)> all_reduce_hook_, custom_all_reduce_;
   std::optional<c10::Stream> hook_stream_;
+  std::shared_ptr<bool> flat_reduced_ = std::make_shared<bool>(false);  // see ShownParam
   bool in_place_ = false;
   std::vector<std::unique_ptr<ShownParam>> params_;  // in the order of names_
   std::unique_ptr<engine::ParamGroup> group_;        // after params_: its slots read them

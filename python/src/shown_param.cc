@@ -43,6 +43,11 @@ py::object local_of(const py::handle& dtensor, const std::string& name) {
   return dtensor.attr(names().local_tensor);
 }
 
+template <class Fn>
+auto in_hook(const ShownParam& param, Fn&& fn) -> decltype(fn()) {
+  return noting([&] { return "in a hook of parameter " + param.title(); }, fn);
+}
+
 /// What users hold of a sharded parameter, for the engine.
 class UserSlot : public engine::Slot {
  public:
@@ -50,25 +55,16 @@ class UserSlot : public engine::Slot {
 
   bool requires_grad() const override { return user().requires_grad(); }
 
-  at::Tensor run_gradient_hooks(at::Tensor gradient) override {
-    return in_hooks([&] {
-      for (const auto& hook : torch::autograd::impl::hooks(user())) gradient = (*hook)({gradient})[0];
-      return gradient;
-    });
-  }
+  at::Tensor run_gradient_hooks(at::Tensor gradient) override { return param_.run_hooks(std::move(gradient)); }
 
   void run_post_accumulate_hooks() override {
     const auto& parameter = user();
     if (!parameter.grad().defined()) return;
     auto& hook = torch::autograd::impl::post_acc_grad_hooks(parameter);
-    if (hook) in_hooks([&] { (*hook)(parameter); });
+    if (hook) in_hook(param_, [&] { (*hook)(parameter); });
   }
 
  protected:
-  template <class Fn>
-  auto in_hooks(Fn&& fn) const -> decltype(fn()) {
-    return noting([&] { return "in a hook of parameter " + param_.title(); }, fn);
-  }
   const at::Tensor& user() const { return THPVariable_Unpack(param_.user.ptr()); }
   std::string name() const { return param_.engine->name() + ".grad"; }
   [[noreturn]] void refuse_sizes() const {
@@ -137,32 +133,23 @@ class SliceSlot final : public UserSlot {
   }
 };
 
-/// A stretch of the group's parameter. Hooks of that belong to no one parameter.
+/// A stretch of the group's parameter, whose tensor hooks run on all of it: see Group::set_hooks.
 class HiddenSlot final : public UserSlot {
  public:
   using UserSlot::UserSlot;
 
-  at::Tensor run_gradient_hooks(at::Tensor gradient) override {
-    refuse_hooks(!torch::autograd::impl::hooks(user()).empty());
-    return gradient;
-  }
+  at::Tensor run_gradient_hooks(at::Tensor gradient) override { return gradient; }
 
   void accumulate_gradient(const at::Tensor& local) override {
     auto& gradient = user().mutable_grad();
     if (!gradient.defined()) gradient = at::zeros(user().sizes(), local.options());
     if (gradient.sizes() != user().sizes()) refuse_sizes();
     gradient.narrow(0, param_.offset, local.numel()).add_(local);
+    *param_.reduced = true;
   }
 
   void run_post_accumulate_hooks() override {
-    refuse_hooks(torch::autograd::impl::post_acc_grad_hooks(user()) != nullptr);
-  }
-
- private:
-  void refuse_hooks(bool there) const {
-    if (!there) return;
-    throw NotSupported("libfsdp: a hook was registered on the flat parameter that '" + param_.engine->name() +
-                       "' is part of; hooks run on parameters: wrap with use_orig_params=True");
+    if (std::exchange(*param_.reduced, false)) UserSlot::run_post_accumulate_hooks();
   }
 };
 
@@ -198,7 +185,19 @@ std::unique_ptr<engine::Slot> ShownParam::make_slot() const {
   return std::make_unique<HiddenSlot>(*this);
 }
 
-std::string ShownParam::title() const { return "'" + engine->name() + "' of group '" + engine->group().name() + "'"; }
+at::Tensor ShownParam::run_hooks(at::Tensor gradient) const {
+  const auto& hooks = torch::autograd::impl::hooks(THPVariable_Unpack(user.ptr()));
+  if (hooks.empty()) return gradient;
+  return in_hook(*this, [&] {
+    for (const auto& hook : hooks) gradient = (*hook)({gradient})[0];
+    return gradient;
+  });
+}
+
+std::string ShownParam::title() const {
+  const auto name = kind == Kind::kHidden ? std::string("(flat)") : "'" + engine->name() + "'";
+  return name + " of group '" + engine->group().name() + "'";
+}
 
 void ShownParam::attach(engine::ShardedParam& param) {
   engine = &param;

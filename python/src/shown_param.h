@@ -35,11 +35,15 @@ struct ShownParam {
   py::object whole;    // the Python object of engine->leaf()
   Place holder;        // kHidden: where `user` is registered, and
   int64_t offset = 0;  // where this parameter's elements begin in it
+  /// kHidden, of all that are part of `user`: its gradient is new since its post-accumulate hooks ran.
+  std::shared_ptr<bool> reduced;
   /// Where the parameter is a DTensor of another parallelism too, or has an extension: makes what is shown of the leaf
   /// (_whole_dtensor.py, _extension.py). Else None.
   py::object wrapper = py::none();
   std::vector<Place> places;
 
+  /// Runs the tensor hooks of `user`, one after the other.
+  at::Tensor run_hooks(at::Tensor gradient) const;
   /// 'its name' of group 'its group', for messages.
   std::string title() const;
   /// Takes `engine`'s tensors: fills local and whole, and gives the engine its slot.

@@ -13,7 +13,7 @@
 #include "checkpoint/crc32.h"
 #include "checkpoint/folder.h"
 #include "checkpoint/match.h"
-#include "checkpoint/optimizer_state.h"
+#include "checkpoint/new_state.h"
 #include "checkpoint/ranks.h"
 #include "checkpoint/safetensors.h"
 #include "tensor/sharded_tensor.h"
@@ -23,9 +23,6 @@ namespace {
 
 constexpr uint64_t kIndexLimit = uint64_t{1} << 30;
 constexpr size_t kChunk = size_t{4} << 20;
-
-/// The optimizer's state as it will be: the tensors are read into, then the states replace the old ones.
-using NewStates = std::map<void*, std::unique_ptr<torch::optim::OptimizerParamState>>;
 
 /// A file of the checkpoint, opened and found to be the one that the index tells of.
 class RankFile {
@@ -194,83 +191,6 @@ class ReadPlan {
   const std::vector<HeldTensor>& targets_;
   std::map<int64_t, OfFile> by_file_;
 };
-
-// A state tensor of `parameter` as the checkpoint has it: the old one if it can take the values, else a new one.
-at::Tensor state_tensor(const at::Tensor& old, const at::Tensor& parameter, at::ScalarType type) {
-  const bool sharded = tensor::is_sharded(parameter);
-  if (old.defined() && old.scalar_type() == type && old.sizes() == parameter.sizes() &&
-      tensor::is_sharded(old) == sharded) {
-    return old;
-  }
-  const auto local = sharded ? tensor::local_of(parameter) : parameter;
-  auto fresh = at::empty_like(local, local.options().dtype(type).requires_grad(false));
-  return sharded ? tensor::sharded_like(parameter, std::move(fresh)) : fresh;
-}
-
-/// Prepares the states that the checkpoint has for the optimizer's parameters, appending their tensors to `targets`.
-NewStates prepare_states(const torch::optim::Optimizer& optimizer, const Index& index, const ModelTensors& model,
-                         std::vector<HeldTensor>& targets) {
-  const auto& fields = OptimizerFields::of(optimizer);
-  NewStates states;
-  std::vector<LocalTensor> wanted;
-  for (const auto& group : optimizer.param_groups()) {
-    for (const auto& parameter : group.params()) {
-      const std::string& fqn = name_of(parameter, model);
-      const auto counters = index.optimizer->counters.find(fqn);
-      if (counters == index.optimizer->counters.end() || states.count(parameter.unsafeGetTensorImpl())) {
-        continue;
-      }
-      const auto old = optimizer.state().find(parameter.unsafeGetTensorImpl());
-      auto state = old == optimizer.state().end() ? fields.make_state() : old->second->clone();
-      fields.visit(
-          *state,
-          [&](const char* field, at::Tensor& value) {
-            const auto name = c10::str(kOptimizerPrefix, fqn, ".", field);
-            const auto saved = index.tensors.find(name);
-            if (saved == index.tensors.end()) {
-              value = at::Tensor();
-              return;
-            }
-            value = state_tensor(value, parameter, to_scalar_type(saved->second.dtype));
-            targets.push_back(hold(name, value));
-            wanted.push_back(targets.back().spec);
-          },
-          [&](const char* field, int64_t& value) {
-            const auto count = counters->second.find(field);
-            if (count == counters->second.end()) {
-              throw CheckpointError("the checkpoint has no '" + std::string(field) + "' for '" + fqn + "'");
-            }
-            value = count->second;
-          });
-      states.emplace(parameter.unsafeGetTensorImpl(), std::move(state));
-    }
-  }
-  check_match(index, kOptimizerPrefix, wanted, {}, "optimizer");
-  return states;
-}
-
-void check_optimizer(const torch::optim::Optimizer& optimizer, const Index& index, const ModelTensors& model) {
-  if (!index.optimizer) {
-    throw CheckpointError("the checkpoint was saved without an optimizer; load the model alone");
-  }
-  std::vector<HeldTensor> unused;
-  check_groups(*index.optimizer, collect_optimizer(optimizer, model, unused));
-  const auto& fields = OptimizerFields::of(optimizer);
-  for (size_t i = 0; i < optimizer.param_groups().size(); ++i) {
-    fields.set_options(*optimizer.param_groups()[i].options().clone(), index.optimizer->groups[i].options);
-  }
-}
-
-void set_optimizer(torch::optim::Optimizer& optimizer, const Index& index, NewStates states) {
-  const auto& fields = OptimizerFields::of(optimizer);
-  for (size_t i = 0; i < optimizer.param_groups().size(); ++i) {
-    fields.set_options(optimizer.param_groups()[i].options(), index.optimizer->groups[i].options);
-  }
-  optimizer.state().clear();
-  for (auto& [parameter, state] : states) {
-    optimizer.state()[parameter] = std::move(state);
-  }
-}
 
 // This rank's generator, if the checkpoint has it: appended to `targets`, to be set when it is read.
 at::Tensor prepare_generator(const Index& index, int rank, std::vector<HeldTensor>& targets) {

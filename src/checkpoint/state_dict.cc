@@ -38,6 +38,14 @@ StateDict state_dict(const torch::nn::Module& model) {
   return out;
 }
 
+StateDict local_state_dict(const torch::nn::Module& model) {
+  StateDict out;
+  each_tensor(model, [&](const std::string& name, const at::Tensor& tensor) {
+    out.insert(name, tensor::is_sharded(tensor) ? tensor::local_of(tensor) : tensor);
+  });
+  return out;
+}
+
 StateDict full_state_dict(const torch::nn::Module& model, const FullStateDictOptions& options) {
   const at::NoGradGuard no_grad;
   const bool keeps = !options.rank0_only || rank() == 0;
@@ -70,6 +78,24 @@ OptimizerStateDict optimizer_state_dict(const torch::nn::Module& model, const to
   for (const auto& state : held) {
     out.tensors.insert(state.spec.name.substr(std::string_view(kOptimizerPrefix).size()), state.tensor);
   }
+  return out;
+}
+
+OptimizerStateDict full_optimizer_state_dict(const torch::nn::Module& model, const torch::optim::Optimizer& optimizer,
+                                             const FullStateDictOptions& options) {
+  const at::NoGradGuard no_grad;
+  auto out = optimizer_state_dict(model, optimizer);
+  StateDict wholes;
+  for (const auto& item : out.tensors) {
+    auto full = whole(item.value());
+    if (!options.rank0_only || rank() == 0) {
+      wholes.insert(item.key(), std::move(full));
+    }
+  }
+  if (options.rank0_only && rank() != 0) {
+    return {};
+  }
+  out.tensors = std::move(wholes);
   return out;
 }
 

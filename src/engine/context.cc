@@ -119,8 +119,10 @@ void Context::count_all_reduce(const ParamGroup& group) {
 }
 
 double Context::pre_divide_factor(const ParamGroup& group) const {
+  const double whole =
+      group.flags_.divide_factor > 0 ? group.flags_.divide_factor : static_cast<double>(group.world_ * group.replicas_);
   double factor = 1;
-  while (factor * factor < static_cast<double>(group.world_ * group.replicas_)) factor *= 2;
+  while (factor * factor < whole) factor *= 2;
   return factor;
 }
 
@@ -140,6 +142,9 @@ void Context::note_config_change() {
     mix(config_, static_cast<uint64_t>(group->kept_over()));
     mix(config_, static_cast<uint64_t>(group->customs()));
     mix(config_, group->in_place());
+    for (const auto& dtype : {group->policy().param_dtype, group->policy().reduce_dtype}) {
+      mix(config_, dtype ? static_cast<uint64_t>(*dtype) + 1 : 0);
+    }
     mix_list(place.explicit_forward_prefetch, place.forward_prefetch);
     mix_list(place.explicit_backward_prefetch, place.backward_prefetch);
   }
@@ -650,9 +655,16 @@ void Context::limit_reductions(ParamGroup& next) {
 void Context::issue_reduce(ParamGroup& group) {
   ++stats_.reduces;
   log("reduce-scatter", group, group.unsharded_bytes());
+  std::exception_ptr failed;
+  try {
+    group.run_gradient_hook();
+  } catch (...) {
+    failed = std::current_exception();  // the other ranks count on this reduction
+  }
   group.begin_reduce();
   group.place.issued = true;
   reducing_.push_back(&group);
+  if (failed) std::rethrow_exception(failed);
 }
 
 void Context::finish_backward() {

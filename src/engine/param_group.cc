@@ -9,6 +9,7 @@
 #include <ATen/ops/zeros.h>
 #include <ATen/record_function.h>
 #include <c10/core/InferenceMode.h>
+#include <c10/util/StringUtil.h>
 #include <fsdp/error.h>
 
 #include "base/memory.h"
@@ -382,6 +383,14 @@ void ParamGroup::set_all_reduce_hook(std::function<void(const at::Tensor&)> hook
   hook_stream_ = stream && base::Stream::current(device_) ? base::Stream(*stream) : base::Stream();
 }
 
+void ParamGroup::set_custom_all_reduce(std::function<void(const at::Tensor&)> reduce) {
+  if (world_ > 1) {
+    throw InvariantError("libfsdp: group '" + name_ + "' is cut over " + std::to_string(world_) +
+                         " ranks: its gradients are reduced and scattered");
+  }
+  custom_all_reduce_ = std::move(reduce);
+}
+
 void ParamGroup::run_hook(const at::Tensor& output) const {
   hook_stream_.wait_for(streams_->reduce);
   {
@@ -563,6 +572,28 @@ bool ParamGroup::complete() const {
   });
 }
 
+void ParamGroup::zero_absent(Bucket& bucket) {
+  for (auto* param : bucket.params) {
+    if (param->held_) continue;
+    bucket.layout->for_each_run(param->bucket_index_, [&](const Run& run) { run_in_flat(bucket.input, run).zero_(); });
+  }
+}
+
+void ParamGroup::run_gradient_hook() {
+  if (!gradient_hook_ || !holds_gradients()) return;
+  c10::InferenceMode normal(false);
+  at::NoGradGuard no_grad;
+  auto& bucket = *buckets_.at(0);
+  at::Tensor line;
+  {
+    PlainTensors plain;
+    zero_absent(bucket);
+    line = bucket.input.narrow(0, 0, bucket.layout->segments().total());  // segments follow one another as in the line
+  }
+  const auto result = gradient_hook_(line);
+  if (!result.is_same(line)) line.copy_(result);
+}
+
 void ParamGroup::begin_reduce() {
   RECORD_FUNCTION(reduce_label_, {});
   c10::InferenceMode normal(false);
@@ -573,16 +604,12 @@ void ParamGroup::begin_reduce() {
     const auto& segments = bucket->layout->segments();
     if (!bucket->input.defined()) {
       allocate_input(*bucket);
-      bucket->input.zero_();
-    } else {
-      for (auto* param : bucket->params) {
-        if (param->held_) continue;
-        bucket->layout->for_each_run(param->bucket_index_,
-                                     [&](const Run& run) { run_in_flat(bucket->input, run).zero_(); });
-      }
     }
+    zero_absent(*bucket);
     // fp16 overflows in the sum: half of the division comes before it (finish_reduce does the rest).
-    if (bucket->dtype == at::kHalf) bucket->input.mul_(1.0 / context_->pre_divide_factor(*this));
+    if (bucket->dtype == at::kHalf && !custom_all_reduce_) {
+      bucket->input.mul_(1.0 / context_->pre_divide_factor(*this));
+    }
     streams_->reduce.wait_for_current();
     const base::OnStream lane(streams_->reduce);
     Reduction reduction{bucket, std::move(bucket->input), {}, nullptr};
@@ -632,7 +659,16 @@ void ParamGroup::average(Bucket& bucket, at::Tensor& output) {
       return;
     }
     context_->count_all_reduce(*this);
-    naming_group(name_, "all-reduce", [&] { replica_channel_->all_reduce(output, comm::ReduceOp::kSum)->wait(); });
+    if (!custom_all_reduce_) {
+      naming_group(name_, "all-reduce", [&] { replica_channel_->all_reduce(output, comm::ReduceOp::kSum)->wait(); });
+    }
+  }
+  if (custom_all_reduce_) {
+    const auto numel = output.numel();
+    custom_all_reduce_(output);
+    if (output.numel() == numel) return;
+    throw InvalidArgument(c10::str("libfsdp: the custom all-reduce of group '", name_, "' left ", output.numel(),
+                                   " elements of ", numel, "; it works in place"));
   }
   double factor = flags_.divide_factor > 0 ? flags_.divide_factor : static_cast<double>(world_ * replicas_);
   if (bucket.dtype == at::kHalf) factor /= context_->pre_divide_factor(*this);
@@ -675,7 +711,7 @@ void ParamGroup::finish_reduce(const uint8_t* used) {
       {
         PlainTensors plain;
         rows = rows_of(bucket, i, reduction.output);
-        if (rows.scalar_type() != param.dtype()) rows = rows.to(param.dtype());
+        if (!policy_.keep_reduced && rows.scalar_type() != param.dtype()) rows = rows.to(param.dtype());
       }
       param.slot().accumulate_gradient(rows);
     }

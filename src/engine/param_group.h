@@ -34,6 +34,8 @@ enum class GatherState {
 struct DtypePolicy {
   std::optional<at::ScalarType> param_dtype;
   std::optional<at::ScalarType> reduce_dtype;
+  bool keep_reduced = false;  // parameters get gradients in the dtype that they were reduced in, not in their own
+  bool operator==(const DtypePolicy&) const = default;
 };
 
 /// What a user switches on a group; equal on all ranks.
@@ -81,6 +83,7 @@ class ParamGroup {
   const std::string& name() const { return name_; }
   void set_name(std::string name);
   const DeviceMesh& mesh() const { return mesh_; }
+  const DtypePolicy& policy() const { return policy_; }
   const std::vector<std::unique_ptr<ShardedParam>>& params() const { return params_; }
   GroupFlags& flags() { return flags_; }
   int64_t unsharded_bytes() const { return axis_.layout->segments().total(); }
@@ -140,10 +143,17 @@ class ParamGroup {
   /// Gets each averaged reduction's result of this rank, flat, before the parameters do; may write to it. On a device
   /// with streams `stream` is the current one then, or that of reductions where none is given.
   void set_all_reduce_hook(std::function<void(const at::Tensor&)> hook, std::optional<c10::Stream> stream = {});
-  /// Which of the three there are.
+  /// `reduce` averages this rank's gradients, flat, over the replicas, in place (on one rank too): the engine neither
+  /// sums nor divides. InvariantError where the parameters are cut over several ranks.
+  void set_custom_all_reduce(std::function<void(const at::Tensor&)> reduce);
+  /// Which of the four there are.
   int customs() const {
-    return static_cast<bool>(custom_gather_) + 2 * custom_reduce_ + 4 * static_cast<bool>(all_reduce_hook_);
+    return static_cast<bool>(custom_gather_) + 2 * custom_reduce_ + 4 * static_cast<bool>(all_reduce_hook_) +
+           8 * static_cast<bool>(custom_all_reduce_);
   }
+  /// In a flat layout: gets the gradients that a reduction is about to sum and this rank has, in the order of the line,
+  /// before they are summed; what it returns, of the same sizes, is.
+  void set_gradient_hook(std::function<at::Tensor(const at::Tensor&)> hook) { gradient_hook_ = std::move(hook); }
   /// From now on gathers of `param` move what `extension` sends: tensors of the sizes and dtypes of `like`, equal on
   /// all ranks. NotSupported beside keep_over().
   void set_extension(ShardedParam& param, std::shared_ptr<Extension> extension, const std::vector<at::Tensor>& like);
@@ -165,6 +175,8 @@ class ParamGroup {
   bool complete() const;
   /// Issues the reduce-scatter of what is held; absent gradients count as zero.
   void begin_reduce();
+  /// See set_gradient_hook().
+  void run_gradient_hook();
   /// The oldest reduction: waits, averages, and hands gradients to the parameters for which used[i] is set.
   void finish_reduce(const uint8_t* used);
   /// Blocks until the inputs of all reductions are freed, for `limit` at most; false: some are still being read.
@@ -218,6 +230,7 @@ class ParamGroup {
   at::Tensor gather_input() const;
   void assemble(const at::Tensor& source) const;
   void run_hook(const at::Tensor& output) const;
+  void zero_absent(Bucket& bucket);
   void average(Bucket& bucket, at::Tensor& output);
   at::Tensor rows_of(const Bucket& bucket, size_t i, const at::Tensor& output) const;
   at::ScalarType reduce_dtype(const ShardedParam& param) const;
@@ -231,7 +244,8 @@ class ParamGroup {
   std::shared_ptr<comm::Channel> reduce_channel_, replica_channel_;
   std::shared_ptr<CustomAllGather> custom_gather_;
   bool custom_reduce_ = false;
-  std::function<void(const at::Tensor&)> all_reduce_hook_;
+  std::function<void(const at::Tensor&)> all_reduce_hook_, custom_all_reduce_;
+  std::function<at::Tensor(const at::Tensor&)> gradient_hook_;
   base::Stream hook_stream_;
   int64_t world_ = 1, rank_ = 0, replicas_ = 1;
   c10::Device device_;

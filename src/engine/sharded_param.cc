@@ -1,6 +1,7 @@
 #include "engine/sharded_param.h"
 
 #include <ATen/ops/empty.h>
+#include <fsdp/error.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include "base/memory.h"
@@ -19,6 +20,11 @@ struct KeyAccess : c10::TensorImpl {
 struct CaptureHook : torch::autograd::FunctionPreHook {
   explicit CaptureHook(c10::intrusive_ptr<LeafTag> t) : tag(std::move(t)) {}
   torch::autograd::variable_list operator()(const torch::autograd::variable_list& gradients) override {
+    if (!tag->replaced.empty()) {
+      throw InvalidArgument("libfsdp: a gradient of parameter '" + tag->replaced +
+                            "' arrives from a forward before its group was given another dtype or device; run backward "
+                            "before that, or forward again");
+    }
     if (tag->param && gradients[0].defined()) tag->param->group().capture(*tag->param, gradients[0]);
     return {at::Tensor()};
   }

@@ -31,6 +31,7 @@ struct Tag : c10::BackendMeta {
 struct LeafTag : Tag {
   explicit LeafTag(ShardedParam* p) : Tag(Kind::kLeaf), param(p) {}
   ShardedParam* param;
+  std::string replaced;  // its name, where another group has the parameter by now
 };
 
 /// A view of `rows` of `whole` along `dim`; a 0-dim tensor is one row.

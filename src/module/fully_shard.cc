@@ -180,7 +180,7 @@ DeviceMesh default_mesh() {
 
 std::shared_ptr<ModuleState> make_state(std::vector<std::shared_ptr<torch::nn::Module>> modules,
                                         const FullyShardOptions& options) {
-  return make_state(std::move(modules), options, {"fully_shard", engine::Layout::kRows});
+  return make_state(std::move(modules), options, {.name = "fully_shard", .layout = engine::Layout::kRows});
 }
 
 std::shared_ptr<ModuleState> make_state(std::vector<std::shared_ptr<torch::nn::Module>> modules,
@@ -200,8 +200,7 @@ std::shared_ptr<ModuleState> make_state(std::vector<std::shared_ptr<torch::nn::M
 
   std::vector<const torch::nn::Module*> identities;
   for (const auto& module : modules) identities.push_back(module.get());
-  auto state = std::make_shared<ModuleState>(std::move(identities), options, plan.params, face.layout);
-  state->prefetches_backward = face.prefetches_backward;
+  auto state = std::make_shared<ModuleState>(std::move(identities), options, plan.params, face);
   auto& group = state->group();
   for (const auto& param : group.params()) {
     const auto original = std::find_if(plan.params.begin(), plan.params.end(),
@@ -275,6 +274,7 @@ const MixedPrecisionPolicy& policy(const ModuleState& state) { return state.opti
 at::Tensor cast_input(const ModuleState& state, const at::Tensor& tensor) {
   const auto& mp = policy(state);
   if (!mp.param_dtype || !mp.cast_forward_inputs || !tensor.defined() || !tensor.is_floating_point()) return tensor;
+  if (!state.casts_inside && state.group().place.parent) return tensor;
   return tensor.to(*mp.param_dtype);
 }
 

@@ -138,6 +138,36 @@ void copy_from_first(const ModulePtr& module, const Ignored& ignored, const Devi
   }
 }
 
+/// Of the modules that no unit was made of before.
+void cast_buffers(const ModulePtr& module, const Ignored& ignored, at::ScalarType dtype) {
+  at::NoGradGuard no_grad;
+  const auto visits = walk({module});
+  const auto before = groups_in(visits);
+  const auto is_wrapped = [&](const torch::nn::Module* each) {
+    return std::any_of(before.begin(), before.end(), [&](auto* group) { return stands_for(*group, each); });
+  };
+  for (const auto& visit : visits) {
+    if (ignored.modules.count(visit.module.get())) continue;
+    if (std::any_of(visit.ancestors.begin(), visit.ancestors.end(), is_wrapped)) continue;
+    for (auto& buffer : visit.module->buffers(/*recurse=*/false)) {
+      if (buffer.defined() && buffer.is_floating_point()) buffer.set_data(buffer.to(dtype));
+    }
+  }
+}
+
+/// A comm hook for what is cut.
+class HookedReduceScatter final : public CustomReduceScatter {
+ public:
+  explicit HookedReduceScatter(CommHook hook) : hook_(std::move(hook)) {}
+  WaitFn run(const at::Tensor& output, const at::Tensor& input) override {
+    hook_(input, output);
+    return {};
+  }
+
+ private:
+  CommHook hook_;
+};
+
 /// Makes units of the modules inside that the policy names.
 class AutoWrap {
  public:
@@ -178,20 +208,33 @@ std::shared_ptr<ModuleState> wrap(const ModulePtr& module, const FullyShardedDat
   const auto strategy = options.sharding_strategy;
   const auto ignored = ignored_by(options);
   const auto mesh = given_mesh(options);
+  const auto& precision = options.mixed_precision;
+  if (options.cpu_offload.offload_params && mesh.device_type() != at::kCPU) {
+    throw NotSupported("libfsdp: " + std::string(kName) + ": CPUOffload on " +
+                       c10::DeviceTypeName(mesh.device_type(), true) + " devices: keep state where the module is");
+  }
   require_same_on_all_ranks(
       mesh, std::string(kName) + " of module '" + module->name() + "'",
       {std::string(name_of(strategy)) + (options.backward_prefetch ? "" : ", no backward prefetch") +
-       (options.sync_module_states ? ", sync_module_states" : "")},
+       (options.sync_module_states ? ", sync_module_states" : "") +
+       (precision.buffer_dtype ? ", buffers " + std::string(c10::toString(*precision.buffer_dtype)) : "")},
       problem_of_mesh(mesh, strategy));
   FullyShardOptions each;
   each.mesh = strategy == ShardingStrategy::kNoShard ? as_replicas(mesh) : mesh;
-  each.mp_policy = options.mixed_precision;
+  each.mp_policy = {.param_dtype = precision.param_dtype,
+                    .reduce_dtype = precision.reduce_dtype,
+                    .cast_forward_inputs = precision.cast_forward_inputs || precision.cast_root_forward_inputs};
   each.ignored_params = ignored.params;
   if (strategy != ShardingStrategy::kFullShard && strategy != ShardingStrategy::kHybridShard) {
     each.reshard_after_forward = false;
   }
   if (options.sync_module_states) copy_from_first(module, ignored, each.mesh);
-  const Face face{kName, engine::Layout::kFlat, options.backward_prefetch};
+  if (precision.buffer_dtype) cast_buffers(module, ignored, *precision.buffer_dtype);
+  const Face face{.name = kName,
+                  .layout = engine::Layout::kFlat,
+                  .prefetches_backward = options.backward_prefetch.has_value(),
+                  .keeps_reduced = precision.keep_low_precision_grads,
+                  .casts_inside = precision.cast_forward_inputs};
   if (options.auto_wrap_policy) {
     AutoWrap(options.auto_wrap_policy, ignored, [&](const ModulePtr& inside) {
       return make_state({inside}, each, face);
@@ -200,12 +243,48 @@ std::shared_ptr<ModuleState> wrap(const ModulePtr& module, const FullyShardedDat
   return make_state({module}, each, face);
 }
 
+bool is_outermost(ModuleState& state) { return !state.group().place.parent; }
+
 void require_outermost(ModuleState& state, const char* method) {
-  const auto* parent = state.group().place.parent;
-  if (parent) {
-    throw InvalidArgument("libfsdp: " + std::string(method) + "() must be called on the outermost wrapper; '" +
-                          state.fqn() + "' is inside '" + parent->name() + "'");
+  if (is_outermost(state)) return;
+  throw InvalidArgument("libfsdp: " + std::string(method) + "() must be called on the outermost wrapper; '" +
+                        state.fqn() + "' is inside '" + state.group().place.parent->name() + "'");
+}
+
+std::vector<FSDPModuleBase> units_in(ModuleState& state) {
+  std::vector<FSDPModuleBase> units;
+  for (auto* group : state.context().groups()) {
+    if (group && group->is_inside(state.group())) units.emplace_back(ModuleState::of(*group).shared_from_this());
   }
+  return units;
+}
+
+void register_comm_hook(ModuleState& state, const CommHook& hook) {
+  require_outermost(state, "register_comm_hook");
+  if (!hook) throw InvalidArgument("libfsdp: register_comm_hook() was given an empty function");
+  const auto units = units_in(state);
+  for (const auto& unit : units) {
+    const auto& group = unit.state()->group();
+    const auto& shape = group.mesh().shape();
+    if (shape.size() > 1 && shape.back() > 1) {
+      throw InvalidArgument("libfsdp: communication hooks are not for hybrid strategies, which '" + group.name() +
+                            "' has");
+    }
+    if (unit.state()->hooked) {
+      throw InvalidArgument("libfsdp: a communication hook is registered already, on '" + group.name() + "'");
+    }
+  }
+  for (const auto& unit : units) {
+    auto& group = unit.state()->group();
+    if (group.mesh().shape().back() == 1) {
+      group.set_custom_all_reduce([hook](const at::Tensor& gradients) { hook(gradients, {}); });
+    } else {
+      group.set_custom_reduce(std::make_shared<HookedReduceScatter>(hook));
+      group.flags().divide_factor = 1;
+    }
+    unit.state()->hooked = true;
+  }
+  state.context().note_config_change();
 }
 
 }  // namespace module

@@ -3,11 +3,13 @@
 namespace fsdp::module {
 
 ModuleState::ModuleState(std::vector<const torch::nn::Module*> modules, FullyShardOptions options,
-                         const std::vector<engine::NamedParam>& params, engine::Layout layout)
-    : modules_(std::move(modules)),
+                         const std::vector<engine::NamedParam>& params, const Face& face)
+    : prefetches_backward(face.prefetches_backward),
+      casts_inside(face.casts_inside),
+      modules_(std::move(modules)),
       options_(std::move(options)),
-      group_("(root)", params, options_.mesh, {options_.mp_policy.param_dtype, options_.mp_policy.reduce_dtype},
-             layout) {
+      group_("(root)", params, options_.mesh,
+             {options_.mp_policy.param_dtype, options_.mp_policy.reduce_dtype, face.keeps_reduced}, face.layout) {
   group_.face = this;
 }
 

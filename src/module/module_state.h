@@ -9,14 +9,24 @@
 
 namespace fsdp::module {
 
+/// How a face asks for a group.
+struct Face {
+  const char* name;  // in messages: "fully_shard"
+  engine::Layout layout;
+  bool prefetches_backward = true;
+  bool keeps_reduced = false;  // gradients stay in the dtype that they were reduced in
+  bool casts_inside = true;    // casts the inputs of groups inside others too
+};
+
 /// What one call of fully_shard, or one unit of the classic wrapper, made: the group, the modules it stands for, and
 /// the options. The module's parameters (their facades) keep it alive; handles share it.
 class ModuleState : public std::enable_shared_from_this<ModuleState> {
  public:
   ModuleState(std::vector<const torch::nn::Module*> modules, FullyShardOptions options,
-              const std::vector<engine::NamedParam>& params, engine::Layout layout);
+              const std::vector<engine::NamedParam>& params, const Face& face);
 
   engine::ParamGroup& group() { return group_; }
+  const engine::ParamGroup& group() const { return group_; }
   engine::Context& context() { return group_.context(); }
   const FullyShardOptions& options() const { return options_; }
   /// Identities only: a module may be gone.
@@ -26,8 +36,10 @@ class ModuleState : public std::enable_shared_from_this<ModuleState> {
 
   /// Whether its parameters are plain and whole now, outside of the engine (summon_full_params).
   bool summoned = false;
-  /// Whether backward gathers groups ahead of their use when this one was gathered.
-  bool prefetches_backward = true;
+  /// Whether a user's own hook reduces its gradients.
+  bool hooked = false;
+  /// See Face.
+  const bool prefetches_backward, casts_inside;
 
   static ModuleState& of(engine::ParamGroup& group) { return *static_cast<ModuleState*>(group.face); }
 
@@ -38,12 +50,6 @@ class ModuleState : public std::enable_shared_from_this<ModuleState> {
   engine::ParamGroup group_;
 };
 
-/// How a face asks for a group.
-struct Face {
-  const char* name;  // in messages: "fully_shard"
-  engine::Layout layout;
-  bool prefetches_backward = true;
-};
 std::shared_ptr<ModuleState> make_state(std::vector<std::shared_ptr<torch::nn::Module>> modules,
                                         const FullyShardOptions& options, const Face& face);
 

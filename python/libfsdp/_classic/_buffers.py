@@ -11,7 +11,7 @@ from .._fully_shard import managed_modules
 
 
 class CastBuffers:
-    """The floating-point buffers of one wrapped module, cast when the model first runs."""
+    """The floating-point buffers of one wrapped module, cast when the model runs."""
 
     def __init__(self, module: nn.Module, ignored: set[nn.Module], dtype: torch.dtype | None):
         self._dtype = dtype
@@ -28,6 +28,13 @@ class CastBuffers:
                 if buffer is not None and buffer.is_floating_point() and buffer.dtype != self._dtype:
                     self._before.setdefault(module, {})[name] = buffer.dtype
                     module._buffers[name] = buffer.to(self._dtype)
+
+    def restore(self) -> None:
+        """Gives them the dtypes that they had."""
+        for module, dtypes in self._before.items():
+            for name, dtype in dtypes.items():
+                if (buffer := module._buffers.get(name)) is not None:
+                    module._buffers[name] = buffer.to(dtype)
 
     def dtype_before(self, module: nn.Module, name: str) -> torch.dtype | None:
         return self._before.get(module, {}).get(name)

@@ -30,7 +30,7 @@ def clip_grad_norm(module: nn.Module, max_norm: float, norm_type: float) -> torc
         for param in unit.params:
             taken.add(param)
             if param.requires_grad:
-                dtypes.append(param.dtype)  # not the gradients': not every rank has one
+                dtypes.append(unit.gradient_dtype)  # not of the gradient itself: not every rank has one
             if param.grad is not None:
                 held.append(param.grad)
     plain = sharded.setdefault(None, [])

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from ._unit import Unit
+
+
+def set_comm_hook(unit: Unit, state: Any, hook: Callable[..., None]) -> None:
+    if unit.ranks.parts == 1:
+        unit.group.set_custom_all_reduce(functools.partial(hook, state))
+        return
+    unit.group.set_custom_reduce_scatter(CommHook(state, hook), unit.ranks.group)
+    unit.group.divide_factor = 1.0
 
 
 class CommHook:

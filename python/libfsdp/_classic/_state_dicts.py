@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.utils import _replace_by_prefix
 
 from .._placement import DataParallel, layout_of
+from ._ranks import Ranks
 from ._unit import FLAT_PARAM, Piece, Unit
 
 
@@ -124,11 +125,22 @@ def rows_of(unit: Unit, name: str, whole: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("libfsdp: sharded state dicts are for programs with torch.distributed: call "
                            "init_process_group, or use FULL_STATE_DICT")
     if ranks.device_mesh is None:
-        return _create_chunk_sharded_tensor(whole, ranks.part, ranks.parts, ranks.parts, ranks.group)
+        return _sharded_rows(whole, ranks)
     spec = layout_of(name, whole, DataParallel(ranks.device_mesh), lambda param: None).sharded
     rows = whole.chunk(ranks.parts)[ranks.part].clone() if ranks.part < len(whole.chunk(ranks.parts)) else (
         whole.new_empty(0, *whole.shape[1:]))
     return DTensor(rows, spec, requires_grad=False)
+
+
+def _sharded_rows(whole: torch.Tensor, ranks: Ranks) -> ShardedTensor:
+    made = _create_chunk_sharded_tensor(whole, ranks.part, ranks.parts, ranks.parts, ranks.group)
+    if not made.local_shards():
+        # torch.distributed.checkpoint takes a value of which a rank has no part for one that is missing there.
+        none = whole.new_empty(0, *whole.shape[1:])
+        place = ShardMetadata([len(whole)] + [0] * (whole.dim() - 1), list(none.shape),
+                              f"rank:{dist.get_rank()}/{whole.device}")
+        made._local_shards.append(Shard(none, place))
+    return made
 
 
 def whole_of(value: Any) -> Any:

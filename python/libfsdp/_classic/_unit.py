@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -65,6 +66,9 @@ class Unit(FSDPState):
         self._holder = weakref.ref(holder)
         self._buffers = buffers
         self._steps: list[RemovableHandle] = []
+        lowers = (mixed_precision.param_dtype, mixed_precision.reduce_dtype, mixed_precision.buffer_dtype)
+        self._full_in_eval = os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1" and any(lowers)
+        self._full = False  # runs in full precision now, for evaluation
         self.total = sum(each.param.numel() for each in found)
         self.chunk = math.ceil(self.total / ranks.parts)
         first = min(self.total, self.chunk * ranks.part)
@@ -75,7 +79,8 @@ class Unit(FSDPState):
             self.pieces.append(Piece(each, lead, self.part))
             lead += each.param.numel()
         group = _C.Group([each.name for each in found], [each.param for each in found], [0] * len(found), ranks.engine,
-                         mixed_precision.param_dtype, mixed_precision.reduce_dtype, flat=True)
+                         mixed_precision.param_dtype, mixed_precision.reduce_dtype, flat=True,
+                         keep_reduced=mixed_precision.keep_low_precision_grads)
         policy = MixedPrecisionPolicy(mixed_precision.param_dtype, mixed_precision.reduce_dtype,
                                       cast_forward_inputs=mixed_precision.cast_forward_inputs)
         keeps = strategy in (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2,
@@ -92,6 +97,9 @@ class Unit(FSDPState):
                 _stale_optimizers.mark(each.param, each.name)
         if not use_orig_params and found:
             self._show_flat(holder, found)
+        if mixed_precision.keep_low_precision_grads:
+            for param in self.params:
+                param.grad_dtype = None  # any
 
     def _show_slice(self, i: int, found: Found) -> None:
         piece, param = self.pieces[i], found.param
@@ -126,12 +134,50 @@ class Unit(FSDPState):
 
     def _arranged(self, outermost: bool) -> None:
         super()._arranged(outermost)
-        self._buffers.cast()
         self._arrange_steps()
+        self._arrange_casts()
+
+    def _arrange_casts(self) -> None:
+        if self._full:
+            self._buffers.restore()
+            self._input_dtype = None
+            return
+        self._buffers.cast()
         precision = self.mixed_precision
         # The outermost casts for those inside, even where it has no parameters of its own.
-        casts = (precision.cast_forward_inputs and self.pieces) or (outermost and precision.cast_root_forward_inputs)
+        casts = ((precision.cast_forward_inputs and self.pieces)
+                 or (self._outermost and precision.cast_root_forward_inputs))
         self._input_dtype = precision.param_dtype if casts else None
+
+    def _follow_mode(self) -> None:
+        """Where evaluation is of full precision, makes the units of this model, of which this is the outermost, as their
+        modules' modes are now. Collective where one changed, which takes their groups anew."""
+        self.ready()
+        leads = self.outermost and not self.group.busy
+        units = [each for each in self._state_ctx.all_states if isinstance(each, Unit)] if leads else [self]
+        changed = [unit for unit in units if unit._full_in_eval and unit._full is unit.holder.training]
+        if changed and not leads:
+            raise RuntimeError(f"libfsdp: '{self.group.name}' is in {'evaluation' if self._full else 'training'} for the "
+                               "outermost wrapper of its model, and not by its own mode: with "
+                               "FSDP_USE_FULL_PREC_IN_EVAL=1 call train() or eval() ahead of the model's forward, and "
+                               "make the outermost module a FullyShardedDataParallel")
+        for unit in changed:
+            unit._full, precision = not unit._full, unit.mixed_precision
+            if unit.pieces:
+                unit.group.set_dtypes(None if unit._full else precision.param_dtype,
+                                      None if unit._full else precision.reduce_dtype,
+                                      not unit._full and precision.keep_low_precision_grads)
+            unit._arrange_casts()
+        for state in self._state_ctx.all_states if changed else ():
+            state._apply_prefetch()
+
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        """That optimizers see."""
+        precision, own = self.mixed_precision, self.line().dtype
+        if self._full or not precision.keep_low_precision_grads:
+            return own
+        return precision.reduce_dtype or precision.param_dtype or own
 
     def _arrange_steps(self) -> None:
         for handle in self._steps:
@@ -192,6 +238,8 @@ class Unit(FSDPState):
 
     def pre_forward(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         if not self.summoned:
+            if self._full_in_eval:
+                self._follow_mode()
             return super().pre_forward(module, args, kwargs)
         if torch.is_grad_enabled():
             raise RuntimeError(
@@ -261,10 +309,12 @@ class Unit(FSDPState):
     def whole_gradients(self) -> list[torch.Tensor | None]:
         """Of the parameters of their own, as :meth:`whole`; None where no rank has one. Collective among the shard
         group."""
+        if not self.pieces:
+            return []
         there = torch.tensor([float(piece.param.grad is not None) for piece in self.pieces])
         if self.ranks.shard_group is not None:
             dist.all_reduce(there, dist.ReduceOp.MAX, self.ranks.shard_group)
-        line = torch.zeros_like(self.line())
+        line = torch.zeros_like(self.line(), dtype=self.gradient_dtype)
         for piece in self.pieces:
             if piece.param.grad is not None:
                 self.stretch(line, piece).copy_(piece.param.grad)

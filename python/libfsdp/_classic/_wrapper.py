@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -38,7 +37,7 @@ from .._fully_shard import find_parameters, managed_modules, move_to_device
 from . import _arguments, _optim_state, _ranks, _state_dicts, _summon
 from ._buffers import CastBuffers
 from ._clip import clip_grad_norm
-from ._comm_hook import CommHook
+from ._comm_hook import set_comm_hook
 from ._ranks import HYBRID
 from ._unit import Unit, units_in
 
@@ -66,7 +65,8 @@ class FullyShardedDataParallel(TorchFSDP):
         cpu_offload: on CPU ranks state is in host memory anyway; elsewhere NotImplementedError.
         auto_wrap_policy: one of ``libfsdp.wrap``, or a function of that kind: which modules inside to wrap first.
         backward_prefetch: None: nothing is gathered ahead in backward. PRE and POST are one: the engine's order.
-        mixed_precision: of parameters, reductions and buffers. ``keep_low_precision_grads``: NotImplementedError.
+        mixed_precision: of parameters, reductions and buffers. If the environment has FSDP_USE_FULL_PREC_IN_EVAL=1
+            now, for modules in training alone: each change of mode makes the engine's groups anew.
         ignored_modules, ignored_states: what stays as it is.
         param_init_fn: gives values to a module on the meta device; default: its ``reset_parameters``.
         device_id: the device that states are moved to, where there is more than one kind.
@@ -104,12 +104,6 @@ class FullyShardedDataParallel(TorchFSDP):
                           f"{module}", stacklevel=2)
         strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
         precision = mixed_precision or MixedPrecision()
-        if precision.keep_low_precision_grads:
-            raise NotImplementedError("libfsdp does not have MixedPrecision(keep_low_precision_grads=True) yet: "
-                                      "gradients are of the parameters' dtype")
-        if os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1" and (precision.param_dtype or precision.buffer_dtype):
-            raise NotImplementedError("libfsdp does not have FSDP_USE_FULL_PREC_IN_EVAL=1: evaluation is of the "
-                                      "mixed_precision given, too; wrap a model without one for it")
         self._fsdp_wrapped_module = module
         self._ignored_modules, self._ignored_params = _arguments.ignored(module, ignored_modules, ignored_states)
         device = _device(device_mesh, device_id)
@@ -216,7 +210,9 @@ class FullyShardedDataParallel(TorchFSDP):
         return [wrapper for wrapper in wrappers if wrapper not in inside]
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
-        """As nn.Module's, over whole parameters, of which this rank's part is kept. Collective."""
+        """As nn.Module's, over whole parameters, of which this rank's part is kept. Collective. ValueError inside
+        a forward, a backward or :meth:`summon_full_params`."""
+        self._unit.assert_idle("apply")
         with _summon.summoned([self._unit], True, False, False, False):
             return nn.Module.apply(self, fn)
 
@@ -292,8 +288,9 @@ class FullyShardedDataParallel(TorchFSDP):
 
     def register_comm_hook(self, state: object, hook: Callable[..., None]) -> None:
         """Gradients are reduced by ``hook(state, gradients, output)``: the flat gradients of one wrapper, as long for
-        each rank as for the one that holds most, and where this rank's part, averaged, belongs. Before the first
-        forward, on every rank. NotImplementedError with NO_SHARD."""
+        each rank as for the one that holds most, and where this rank's part, averaged, belongs. With NO_SHARD, and on
+        one rank, by ``hook(state, gradients)``, which averages in place. On every rank. AssertionError with hybrid
+        strategies."""
         if not self.check_is_root():
             raise AssertionError("register_comm_hook can only be called on a root instance.")
         if not callable(hook):
@@ -304,12 +301,9 @@ class FullyShardedDataParallel(TorchFSDP):
                 raise AssertionError(f"Communication hook is not supported for hybrid strategies: {unit.strategy}")
             if unit.modules[0]._comm_hook is not None:
                 raise AssertionError("A communication hook is already registered")
-            if unit.strategy is ShardingStrategy.NO_SHARD:
-                raise NotImplementedError("libfsdp does not have communication hooks with NO_SHARD yet")
         for unit in units:
             unit.modules[0]._comm_hook, unit.modules[0]._comm_hook_state = hook, state
-            unit.group.set_custom_reduce_scatter(CommHook(state, hook), unit.ranks.group)
-            unit.group.divide_factor = 1.0
+            set_comm_hook(unit, state, hook)
 
     # --- state dicts --------------------------------------------------------------------------------------------------
 
@@ -366,17 +360,15 @@ class FullyShardedDataParallel(TorchFSDP):
     def optim_state_dict(model: nn.Module, optim: torch.optim.Optimizer, optim_state_dict: dict[str, Any] | None = None,
                          group: dist.ProcessGroup | None = None) -> dict[str, Any]:
         """The optimizer's state under parameters' names, in the shape that :meth:`set_state_dict_type` says: whole
-        tensors, or rows. Collective. If the config says rank0_only, empty on all ranks but the first of ``group``
+        tensors, or rows (with LOCAL_STATE_DICT too, as torch's). Collective. If the config says rank0_only, empty on all ranks but the first of ``group``
         (default: of the model's).
 
         Raises:
-            NotImplementedError: LOCAL_STATE_DICT, and state that does not lie as its parameter does.
+            NotImplementedError: state that does not lie as its parameter does.
             RuntimeError: optimizers of other parameters on other ranks.
         """
         settings = FullyShardedDataParallel.get_state_dict_type(model)
         config = settings.optim_state_dict_config
-        if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
-            raise NotImplementedError("libfsdp does not have local optimizer state dicts: take the optimizer's own")
         return _optim_state.gathered(model, optim, optim_state_dict,
                                      whole=settings.state_dict_type is StateDictType.FULL_STATE_DICT,
                                      keeps=not getattr(config, "rank0_only", False) or _is_first(model, group),

@@ -5,45 +5,13 @@
 #include <set>
 
 #include "../../../examples/gpt/gpt_model.h"
-#include "nets.h"
+#include "classic.h"
 #include "support/ranks.h"
 
 namespace fsdp::testing {
 namespace {
 
-using torch::nn::Linear;
-using Options = FullyShardedDataParallelOptions;
-
 struct ClassicThreads : OnRanks {};
-
-template <class M>
-FullyShardedDataParallel<M> wrapped(const M& module, const Options& options = {}) {
-  return FullyShardedDataParallel<M>(module, options);
-}
-
-/// The wrapper in place of fully_shard: one unit, or one a child.
-Case classic(Case c, Options options = {}) {
-  c.wrap = [options](const NetPtr& net, Grouping grouping) -> Handle {
-    auto mine = options;
-    const auto children = net->children();
-    if (grouping == Grouping::kChildren) {
-      mine.auto_wrap_policy = [children](const torch::nn::Module& module, int64_t) {
-        return std::any_of(children.begin(), children.end(), [&](const auto& child) { return child.get() == &module; });
-      };
-    }
-    return wrapped(net, mine);
-  };
-  return c;
-}
-
-/// Of which neither widths nor elements are multiples of any number of ranks here.
-Case uneven(int ranks) { return mlp({7, 17, 5}, 2 * ranks); }
-
-Options with(ShardingStrategy strategy) {
-  Options options;
-  options.sharding_strategy = strategy;
-  return options;
-}
 
 TEST_P(ClassicThreads, FullShard) { expect_parity(ranks(), classic(uneven(ranks()))); }
 
@@ -120,7 +88,7 @@ TEST_P(ClassicThreads, ConvWithBuffers) {
 
 TEST_P(ClassicThreads, WithoutBackwardPrefetch) {
   Options options;
-  options.backward_prefetch = false;
+  options.backward_prefetch = std::nullopt;
   run_twins(ranks(), classic(uneven(ranks()), options), Grouping::kChildren, [](Twin& twin, int) {
     for (int step = 0; step < 3; ++step) twin.train_step();
     twin.expect_equal_parameters();
@@ -257,71 +225,7 @@ TEST_P(ClassicThreads, Lbfgs) {
   });
 }
 
-// --- mixed precision ------------------------------------------------------------------------------------------------
-
-// Both styles do the same casts, so that one is the other's reference (PolicyThreads has the plain one's).
-TEST_P(ClassicThreads, MixedPrecisionIsThatOfFullyShard) {
-  const MixedPrecisionPolicy policy{
-      .param_dtype = at::kBFloat16, .reduce_dtype = at::kFloat, .output_dtype = at::kFloat};
-  auto rows = uneven(ranks());
-  rows.dtype = at::kFloat;
-  rows.options.mp_policy = policy;
-  Options options;
-  options.mixed_precision = policy;
-  run_twins(ranks(), rows, Grouping::kChildren, [&](Twin& twin, int) {
-    auto net = build(rows);
-    auto model = classic(rows, options).wrap(net, Grouping::kChildren);
-    torch::optim::SGD ours(twin.net().parameters(), 0.1), theirs(net->parameters(), 0.1);
-    for (int step = 0; step < 3; ++step) {
-      ours.zero_grad(), theirs.zero_grad();
-      const auto batch = twin.samples_here(twin.the_case().batch);
-      const auto a = twin.model()(batch), b = model(batch);
-      EXPECT_TRUE(a.equal(b));
-      a.pow(2).mean().backward();
-      b.pow(2).mean().backward();
-      ours.step(), theirs.step();
-    }
-    for (const auto& item : net->named_parameters()) {
-      EXPECT_EQ(dtensor(item.value()).to_local().scalar_type(), at::kFloat);
-      const auto expected = dtensor(twin.net().named_parameters()[item.key()]).full_tensor();
-      EXPECT_LT(difference(dtensor(item.value()).full_tensor(), expected), 1e-5) << item.key();
-    }
-  });
-}
-
 // --- no_sync, clip_grad_norm_ ---------------------------------------------------------------------------------------
-
-using Wrapper = FullyShardedDataParallel<NetPtr>;
-
-/// Of Case c's model, with its handle's own type.
-void run_wrapped(int ranks, const Case& c, const Options& options,
-                 const std::function<void(Wrapper& model, Net& plain, const at::Tensor& batch)>& body) {
-  run_ranks(
-      ranks,
-      [&](int) {
-        const auto plain = build(c);
-        auto model = wrapped(build(c), options);
-        body(model, *plain, c.batch.to(c.dtype));
-      },
-      std::chrono::seconds(15));
-}
-
-Options by_layer(ShardingStrategy strategy = ShardingStrategy::kFullShard) {
-  auto options = with(strategy);
-  options.auto_wrap_policy = module_wrap_policy<Linear>();
-  return options;
-}
-
-at::Tensor loss_of(const at::Tensor& out) { return out.pow(2).mean(); }
-at::Tensor samples_here(const at::Tensor& batch) { return batch.chunk(world_size(), 0)[static_cast<size_t>(rank())]; }
-
-void expect_equal_gradients(Net& net, Net& plain) {
-  for (const auto& item : net.named_parameters()) {
-    ASSERT_TRUE(item.value().grad().defined()) << item.key();
-    const auto full = dtensor(item.value().grad()).full_tensor();
-    EXPECT_LT(difference(full, plain.named_parameters()[item.key()].grad()), 1e-9) << item.key();
-  }
-}
 
 TEST_P(ClassicThreads, NoSyncAccumulates) {
   for (auto strategy : {ShardingStrategy::kFullShard, ShardingStrategy::kShardGradOp, ShardingStrategy::kNoShard}) {
@@ -373,6 +277,41 @@ TEST_P(ClassicThreads, UnitsInsideHaveNoSyncNorClipOfTheirOwn) {
     EXPECT_THROW((void)inner.no_sync(), InvalidArgument);
     EXPECT_THROW(inner.clip_grad_norm_(1.0), InvalidArgument);
     (void)outer.no_sync();
+  });
+}
+
+TEST_P(ClassicThreads, TwoForwardsBeforeTwoBackwards) {
+  for (auto strategy : {ShardingStrategy::kFullShard, ShardingStrategy::kShardGradOp, ShardingStrategy::kNoShard}) {
+    run_wrapped(ranks(), uneven(ranks()), by_layer(strategy), [](Wrapper& model, Net& plain, const at::Tensor& batch) {
+      const auto first = loss_of(model(samples_here(batch))), second = loss_of(model(samples_here(batch) * 2));
+      second.backward();
+      first.backward();
+      (loss_of(plain.forward(batch)) + loss_of(plain.forward(batch * 2))).backward();
+      expect_equal_gradients(*model, plain);
+    });
+  }
+}
+
+// --- modules and units ----------------------------------------------------------------------------------------------
+
+TEST_P(ClassicThreads, AppliesToWholeParametersAndFindsUnits) {
+  run_wrapped(ranks(), uneven(ranks()), by_layer(), [](Wrapper& model, Net& plain, const at::Tensor&) {
+    const auto write = [](torch::nn::Module& each) {
+      at::NoGradGuard no_grad;
+      if (auto* linear = each.as<Linear>()) linear->weight.select(0, 1).fill_(0.25), linear->bias.mul_(2);
+    };
+    model.apply(write);
+    plain.apply(write);
+    for (const auto& item : full_state_dict(model)) {
+      EXPECT_TRUE(item.value().equal(plain.named_parameters()[item.key()].detach())) << item.key();
+    }
+    const auto units = model.fsdp_modules();
+    ASSERT_EQ(units.size(), 3u);
+    EXPECT_EQ(units[0].fqn(), "");
+    EXPECT_EQ(units[1].fqn(), "layer0");
+    EXPECT_TRUE(model.check_is_root());
+    EXPECT_FALSE(module::is_outermost(*units[1].state()));
+    EXPECT_EQ(module::units_in(*units[1].state()).size(), 1u);
   });
 }
 

@@ -103,6 +103,23 @@ def test_round_trip(rank, world, kind, use_orig_params, into, by_mesh):
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_local_is_in_rows(rank, world, use_orig_params):
+    """As torch's: an optimizer's state has no shape of its own for LOCAL_STATE_DICT."""
+    model = wrapped(Stack(), use_orig_params=use_orig_params)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.02)
+    trained(model, optimizer, rank, world)
+    with FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
+        saved = FSDP.optim_state_dict(model, optimizer)
+        mine = FSDP.optim_state_dict_to_load(model, optimizer, saved)
+    with FSDP.state_dict_type(model, SHARDED):
+        expected = FSDP.optim_state_dict(model, optimizer)
+    for name, state in expected["state"].items():
+        assert saved["state"][name]["exp_avg"].metadata() == state["exp_avg"].metadata()
+    assert_states_equal(mine["state"], optimizer.state_dict()["state"])
+
+
+@on_ranks(2)
 def test_from_the_first_rank(rank, world):
     model = wrapped(Stack(), use_orig_params=True)
     optimizer = optimizer_of(model)
@@ -285,8 +302,6 @@ def test_refusals(rank, world):
     saved["param_groups"] = saved["param_groups"][:1]
     with pytest.raises(KeyError, match="no parameter group"):
         FSDP.optim_state_dict_to_load(model, optimizer, saved)
-    with FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT), pytest.raises(NotImplementedError):
-        FSDP.optim_state_dict(model, optimizer)
 
 
 @on_ranks(2)
