@@ -21,19 +21,49 @@ TEST_P(ClassicThreads, ShardGradOp) {
 
 TEST_P(ClassicThreads, NoShard) { expect_parity(ranks(), classic(uneven(ranks()), with(ShardingStrategy::kNoShard))); }
 
+/// Wrapped on a mesh of its own, of so many replicas.
+Case hybrid(int ranks, ShardingStrategy strategy, int64_t replicas) {
+  auto c = uneven(ranks);
+  c.wrap = [=](const NetPtr& net, Grouping grouping) -> Handle {
+    auto options = with(strategy);
+    options.mesh = init_device_mesh(at::kCPU, {replicas, world_size() / replicas}, {"replicate", "shard"});
+    return classic({}, options).wrap(net, grouping);
+  };
+  return c;
+}
+
 TEST_P(ClassicThreads, Hybrid) {
   for (auto strategy : {ShardingStrategy::kHybridShard, ShardingStrategy::kHybridShardZero2}) {
     for (int64_t replicas = 1; replicas <= ranks(); ++replicas) {
-      if (ranks() % replicas != 0) continue;
-      auto c = uneven(ranks());
-      c.wrap = [&](const NetPtr& net, Grouping grouping) -> Handle {
-        auto options = with(strategy);
-        options.mesh = init_device_mesh(at::kCPU, {replicas, world_size() / replicas}, {"replicate", "shard"});
-        return classic({}, options).wrap(net, grouping);
-      };
-      expect_parity(ranks(), c);
+      if (ranks() % replicas == 0) expect_parity(ranks(), hybrid(ranks(), strategy, replicas));
     }
   }
+}
+
+// cases.md, row 11.
+TEST_P(ClassicThreads, ReplicasOfOneShardAverage) {
+  run_ranks(ranks(), [](int rank) {
+    auto options = with(ShardingStrategy::kHybridShard);
+    options.mesh = init_device_mesh(at::kCPU, {world_size(), 1}, {"replicate", "shard"});
+    Linear net(torch::nn::LinearOptions(1, 2).bias(false));
+    wrapped(net, options)(torch::full({1, 1}, rank + 1.0)).sum().backward();
+    EXPECT_TRUE(dtensor(net->weight.grad()).to_local().eq((world_size() + 1) / 2.0).all().item<bool>());
+  });
+}
+
+// cases.md, row 15.
+TEST_P(ClassicThreads, ScalarParameter) {
+  struct Scaled : torch::nn::Module {
+    at::Tensor weight = register_parameter("weight", torch::ones(4));
+    at::Tensor scale = register_parameter("scale", torch::full({}, 2.0));
+    at::Tensor forward(const at::Tensor& x) { return x * scale * weight; }
+  };
+  run_ranks(ranks(), [](int) {
+    const auto net = std::make_shared<Scaled>();
+    wrapped(net)(torch::ones(4)).sum().backward();
+    EXPECT_EQ(dtensor(net->scale.grad()).full_tensor().item<double>(), 4);
+    EXPECT_TRUE(dtensor(net->weight.grad()).full_tensor().eq(2).all().item<bool>());
+  });
 }
 
 TEST_P(ClassicThreads, TiedEmbedding) {
@@ -98,8 +128,8 @@ TEST_P(ClassicThreads, WithoutBackwardPrefetch) {
 
 // The bytes that a strategy promises: when units are whole, and how often they are gathered in a step.
 TEST_P(ClassicThreads, WhatStrategiesKeep) {
-  const auto check = [&](ShardingStrategy strategy, bool cut, int64_t gathers) {
-    run_twins(ranks(), classic(uneven(ranks()), with(strategy)), Grouping::kChildren, [&](Twin& twin, int) {
+  const auto check = [&](ShardingStrategy strategy, const Case& c, int64_t parts, int64_t gathers) {
+    run_twins(ranks(), c, Grouping::kChildren, [&](Twin& twin, int) {
       twin.train_step();
       int64_t held = 0, total = 0;
       for (const auto* group : twin.context().groups()) {
@@ -107,20 +137,28 @@ TEST_P(ClassicThreads, WhatStrategiesKeep) {
         total += group->unsharded_bytes();
       }
       const auto joined = all_reduce_mean(torch::full({1}, static_cast<double>(held), at::kDouble)).item<double>();
-      EXPECT_DOUBLE_EQ(joined * (cut ? ranks() : 1), static_cast<double>(total));
+      EXPECT_DOUBLE_EQ(joined * static_cast<double>(parts), static_cast<double>(total));
       auto& stats = twin.context().stats();
       const auto before = stats.gathers;
       const auto loss = twin.sharded_loss();
-      EXPECT_EQ(stats.unsharded_params.now > 0, strategy != ShardingStrategy::kFullShard);
+      const bool frees = strategy == ShardingStrategy::kFullShard || strategy == ShardingStrategy::kHybridShard;
+      EXPECT_EQ(stats.unsharded_params.now, frees ? 0 : total);
       loss.backward();
+      EXPECT_EQ(stats.unsharded_gradients.now, 0);
       EXPECT_EQ(stats.unsharded_params.now, 0);
       EXPECT_EQ(stats.gathers - before, gathers);
     });
   };
   // Two layers (the backward of the first reads no parameters) and the root, which has none of its own.
-  check(ShardingStrategy::kFullShard, /*cut=*/true, 3);
-  check(ShardingStrategy::kShardGradOp, /*cut=*/true, 2);
-  check(ShardingStrategy::kNoShard, /*cut=*/false, 2);
+  const auto flat = [&](ShardingStrategy strategy) { return classic(uneven(ranks()), with(strategy)); };
+  check(ShardingStrategy::kFullShard, flat(ShardingStrategy::kFullShard), ranks(), 3);
+  check(ShardingStrategy::kShardGradOp, flat(ShardingStrategy::kShardGradOp), ranks(), 2);
+  check(ShardingStrategy::kNoShard, flat(ShardingStrategy::kNoShard), 1, 2);
+  if (ranks() % 2 != 0) return;
+  for (auto [strategy, gathers] :
+       {std::pair{ShardingStrategy::kHybridShard, 3}, {ShardingStrategy::kHybridShardZero2, 2}}) {
+    check(strategy, hybrid(ranks(), strategy, 2), ranks() / 2, gathers);
+  }
 }
 
 /// This rank's elements of one line.
