@@ -94,6 +94,10 @@ struct SummonOptions {
   bool recurse = true;
   /// At the end, this rank's part of what each parameter is by then becomes its value.
   bool writeback = true;
+  /// On rank 0 of the world alone; the others take part, and their parameters stay sharded.
+  bool rank0_only = false;
+  /// Gradients are whole, too, and what is written to them stays.
+  bool with_grads = false;
 };
 
 namespace module {
@@ -212,9 +216,10 @@ class FullyShardedDataParallel : public FSDPModule<M> {
   bool check_is_root() const { return module::is_outermost(*this->state_); }
 
   /// While what it returns lives, parameters are plain tensors, whole and in their own dtype, to read and to write. A
-  /// forward is possible under no_grad; gradients and optimizers' state stay sharded. Costs one all-gather a parameter
-  /// and the memory of them all; the end communicates nothing. InvalidArgument inside a forward or backward, or another
-  /// such scope.
+  /// forward is possible under no_grad; optimizers' state stays sharded, and gradients do without `with_grads`. Costs
+  /// one all-gather a parameter (and gradient) and the memory of them all; the end communicates nothing.
+  /// InvalidArgument inside a forward or backward, or another such scope. NotSupported: `rank0_only` with `writeback`
+  /// or `with_grads`.
   [[nodiscard]] SummonedParams summon_full_params(const SummonOptions& options = {}) const {
     return SummonedParams(this->state_, parameters(), options);
   }

@@ -339,6 +339,12 @@ struct SummonedParams::Shown {
 SummonedParams::SummonedParams(std::shared_ptr<module::ModuleState> state, const std::vector<at::Tensor>& parameters,
                                const SummonOptions& options)
     : shown_(std::make_unique<Shown>()) {
+  if (options.rank0_only && (options.writeback || options.with_grads)) {
+    throw NotSupported(
+        "libfsdp: summon_full_params of '" + state->fqn() +
+        "': rank0_only shows parameters on rank 0 to read; it needs writeback = false, and no with_grads");
+  }
+  const bool shows = !options.rank0_only || rank() == 0;
   auto& context = state->context();
   shown_->writeback = options.writeback;
   std::vector<module::ModuleState*> units;
@@ -359,8 +365,12 @@ SummonedParams::SummonedParams(std::shared_ptr<module::ModuleState> state, const
   for (const auto& parameter : parameters) {
     auto* group = module::group_of(parameter);  // null where it is summoned by now: tied
     if (!group || std::find(units.begin(), units.end(), &module::ModuleState::of(*group)) == units.end()) continue;
-    shown_->params.push_back(std::make_unique<tensor::ShownWhole>(parameter, dtensor(parameter).full_tensor()));
+    const auto whole = dtensor(parameter).full_tensor();
+    const auto& held = parameter.grad();
+    const auto gradient = options.with_grads && held.defined() ? dtensor(held).full_tensor() : at::Tensor();
+    if (shows) shown_->params.push_back(std::make_unique<tensor::ShownWhole>(parameter, whole, gradient));
   }
+  if (!shows) return;
   for (auto* unit : units) {
     unit->summoned = true;
     shown_->units.push_back(unit->shared_from_this());

@@ -142,9 +142,10 @@ void become_parameter(const at::Tensor& parameter, SpecPtr spec, std::shared_ptr
   param->set_slot(std::make_unique<FacadeSlot>(parameter));
 }
 
-ShownWhole::ShownWhole(const at::Tensor& parameter, const at::Tensor& whole)
+ShownWhole::ShownWhole(const at::Tensor& parameter, const at::Tensor& whole, const at::Tensor& gradient)
     : parameter_(parameter), tag_(c10::intrusive_ptr<FacadeTag>::reclaim_copy(facade_of(parameter))) {
   parameter.unsafeGetTensorImpl()->shallow_copy_from(whole.getIntrusivePtr());
+  if (gradient.defined()) gradient_ = std::exchange(parameter.mutable_grad(), gradient);
 }
 
 ShownWhole::~ShownWhole() {
@@ -154,7 +155,7 @@ ShownWhole::~ShownWhole() {
 void ShownWhole::end(bool keep) {
   if (!tag_) return;
   const auto spec = tag_->spec;
-  const auto shown = parameter_.detach();
+  const auto shown = parameter_.detach(), gradient = parameter_.grad(), held = gradient_;
   const auto local = tag_->local;
   show_part();
   if (shown.sizes() != c10::IntArrayRef(spec->sizes)) {
@@ -165,10 +166,12 @@ void ShownWhole::end(bool keep) {
   at::NoGradGuard no_grad;
   const auto part = spec->part_of(shown).to(local.scalar_type());
   if (keep && !part.equal(local)) local.copy_(part);  // a write makes what is gathered old
+  if (keep && held.defined() && gradient.defined()) local_of(held).copy_(spec->part_of(gradient));
 }
 
 void ShownWhole::show_part() {
   parameter_.unsafeGetTensorImpl()->shallow_copy_from(make_impl(tag_));
+  if (gradient_.defined()) parameter_.mutable_grad() = std::exchange(gradient_, {});
   tag_.reset();
 }
 

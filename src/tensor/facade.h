@@ -41,14 +41,15 @@ void become_parameter(const at::Tensor& parameter, SpecPtr spec, std::shared_ptr
 
 /// While it lives, a sharded parameter is a plain tensor over the memory of `whole` (of its sizes). The parameter keeps
 /// its identity and, with shard and leaf, its version counter: a group that is gathered is old after a write to it.
+/// `gradient`, where it is defined, is its .grad meanwhile.
 class ShownWhole {
  public:
-  ShownWhole(const at::Tensor& parameter, const at::Tensor& whole);
+  ShownWhole(const at::Tensor& parameter, const at::Tensor& whole, const at::Tensor& gradient = {});
   /// As end(false).
   ~ShownWhole();
   ShownWhole(const ShownWhole&) = delete;
   ShownWhole& operator=(const ShownWhole&) = delete;
-  /// The parameter is sharded again; with `keep`, this rank's part of what it showed is its value.
+  /// The parameter is sharded again; with `keep`, this rank's part of what it showed is its value, and its gradient's.
   /// InvalidArgument if it has other sizes by now; its value is then what it was.
   void end(bool keep);
 
@@ -56,6 +57,7 @@ class ShownWhole {
   void show_part();
   at::Tensor parameter_;
   c10::intrusive_ptr<FacadeTag> tag_;  // null once it ended
+  at::Tensor gradient_;                // the sharded one, where another is shown
 };
 
 }  // namespace fsdp::tensor

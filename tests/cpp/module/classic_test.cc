@@ -422,6 +422,49 @@ TEST_P(ClassicThreads, WhatIsWrittenToSummonedParametersStays) {
   }
 }
 
+TEST_P(ClassicThreads, SummonedGradientsAreWhole) {
+  for (auto strategy : {ShardingStrategy::kFullShard, ShardingStrategy::kNoShard}) {
+    run_wrapped(ranks(), uneven(ranks()), by_layer(strategy), [](Wrapper& model, Net& plain, const at::Tensor& batch) {
+      loss_of(plain.forward(batch)).backward();
+      loss_of(model(samples_here(batch))).backward();
+      for (const bool writeback : {false, true}) {
+        auto whole = model.summon_full_params({.writeback = writeback, .with_grads = true});
+        for (const auto& item : model->named_parameters()) {
+          const auto gradient = item.value().grad();
+          EXPECT_FALSE(is_dtensor(gradient));
+          EXPECT_LT(difference(gradient, plain.named_parameters()[item.key()].grad()), 1e-9);
+          at::NoGradGuard no_grad;
+          gradient.mul_(3);
+        }
+        whole.close();
+        for (const auto& parameter : model.parameters()) EXPECT_TRUE(is_dtensor(parameter.grad()));
+      }
+      at::NoGradGuard no_grad;
+      for (const auto& parameter : plain.parameters()) parameter.grad().mul_(3);
+      expect_equal_gradients(*model, plain);
+    });
+  }
+}
+
+TEST_P(ClassicThreads, SummonedOnTheFirstRankAlone) {
+  run_wrapped(ranks(), uneven(ranks()), by_layer(), [](Wrapper& model, Net& plain, const at::Tensor& batch) {
+    EXPECT_THROW((void)model.summon_full_params({.rank0_only = true}), NotSupported);
+    EXPECT_THROW((void)model.summon_full_params({.writeback = false, .rank0_only = true, .with_grads = true}),
+                 NotSupported);
+    {
+      const auto whole = model.summon_full_params({.writeback = false, .rank0_only = true});
+      for (const auto& item : model->named_parameters()) {
+        EXPECT_EQ(is_dtensor(item.value()), rank() != 0);
+        if (rank() != 0) continue;
+        EXPECT_TRUE(item.value().detach().equal(plain.named_parameters()[item.key()].detach()));
+      }
+    }
+    loss_of(plain.forward(batch)).backward();
+    loss_of(model(samples_here(batch))).backward();
+    expect_equal_gradients(*model, plain);
+  });
+}
+
 TEST_P(ClassicThreads, OneUnitIsSummonedAlone) {
   run_wrapped(ranks(), uneven(ranks()), {}, [](Wrapper&, Net& plain, const at::Tensor&) {
     const auto inner = wrapped(as_mlp(plain).layers[0]);
