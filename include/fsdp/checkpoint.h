@@ -51,6 +51,12 @@ struct FullStateDictOptions {
   bool rank0_only = false;
 };
 
+struct LoadStateDictOptions {
+  /// The values are those that rank 0 of the world was given, whole, as rank0_only makes them; what the other ranks
+  /// give is not looked at. Costs a broadcast of each and the memory of one at a time.
+  bool from_rank0 = false;
+};
+
 using StateDict = torch::OrderedDict<std::string, at::Tensor>;
 
 /// An optimizer's state with parameters by name.
@@ -85,14 +91,15 @@ FSDP_API LoadInfo load(const torch::nn::Module& model, torch::optim::Optimizer* 
 FSDP_API StateDict state_dict(const torch::nn::Module& model);
 FSDP_API StateDict full_state_dict(const torch::nn::Module& model, const FullStateDictOptions& options);
 FSDP_API StateDict local_state_dict(const torch::nn::Module& model);
-FSDP_API void load_state_dict(const torch::nn::Module& model, const StateDict& state);
+FSDP_API void load_state_dict(const torch::nn::Module& model, const StateDict& state,
+                              const LoadStateDictOptions& options);
 FSDP_API OptimizerStateDict optimizer_state_dict(const torch::nn::Module& model,
                                                  const torch::optim::Optimizer& optimizer);
 FSDP_API OptimizerStateDict full_optimizer_state_dict(const torch::nn::Module& model,
                                                       const torch::optim::Optimizer& optimizer,
                                                       const FullStateDictOptions& options);
 FSDP_API void load_optimizer_state_dict(const torch::nn::Module& model, torch::optim::Optimizer& optimizer,
-                                        const OptimizerStateDict& state);
+                                        const OptimizerStateDict& state, const LoadStateDictOptions& options);
 
 }  // namespace checkpoint
 
@@ -166,9 +173,10 @@ StateDict local_state_dict(const M& model) {
 /// value is written.
 ///
 /// CheckpointError: other names, sizes or dtypes than the model's; the message lists the differences both ways.
+/// InvalidArgument: sharded values with `from_rank0`.
 template <class M>
-void load_state_dict(const M& model, const StateDict& state) {
-  checkpoint::load_state_dict(checkpoint::module_of(model), state);
+void load_state_dict(const M& model, const StateDict& state, const LoadStateDictOptions& options = {}) {
+  checkpoint::load_state_dict(checkpoint::module_of(model), state, options);
 }
 
 /// The optimizer's state by parameter name. Never communicates. NotSupported, InvalidArgument: as save.
@@ -186,8 +194,9 @@ OptimizerStateDict full_optimizer_state_dict(const M& model, const torch::optim:
 
 /// Gives the optimizer the state and the options of either, as load does; the rest is as for load_state_dict.
 template <class M>
-void load_optimizer_state_dict(const M& model, torch::optim::Optimizer& optimizer, const OptimizerStateDict& state) {
-  checkpoint::load_optimizer_state_dict(checkpoint::module_of(model), optimizer, state);
+void load_optimizer_state_dict(const M& model, torch::optim::Optimizer& optimizer, const OptimizerStateDict& state,
+                               const LoadStateDictOptions& options = {}) {
+  checkpoint::load_optimizer_state_dict(checkpoint::module_of(model), optimizer, state, options);
 }
 
 }  // namespace fsdp

@@ -1,12 +1,15 @@
 #include <algorithm>
+#include <functional>
 #include <map>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include <ATen/Functions.h>
 #include <c10/core/GradMode.h>
 #include <fsdp/checkpoint.h>
 #include <fsdp/dtensor.h>
+#include <fsdp/error.h>
 
 #include "checkpoint/collect.h"
 #include "checkpoint/match.h"
@@ -22,14 +25,50 @@ using Shape = std::vector<int64_t>;
 /// Values that are in memory already, as what a checkpoint has.
 class Values {
  public:
+  explicit Values(const LoadStateDictOptions& options) : from_rank0_(options.from_rank0) {}
+
   void add(const std::string& name, const at::Tensor& value, Shape shape) {
+    if (from_rank0_ && tensor::is_sharded(value)) {
+      throw InvalidArgument("'" + name +
+                            "' is sharded, and rank 0 has but a part of it; from_rank0 is for whole values");
+    }
     index_.tensors[name] = {to_dtype(value.scalar_type(), name), std::move(shape), {}};
     values_[name] = value;
   }
+
+  /// Runs `fill`, which adds the values, where they count. Collective with from_rank0.
+  void fill(const Ranks& ranks, const std::function<void()>& fill) {
+    if (!from_rank0_) return ranks.together(fill);
+    ranks.together([&] {
+      if (ranks.rank() == 0) fill();
+    });
+    const auto text = ranks.gather(ranks.rank() == 0 ? as_text() : std::string())[0];
+    ranks.together([&] { index_ = parse_index(text, "the state dict of rank 0"); });
+  }
+
   Index& index() { return index_; }
-  const at::Tensor& of(const HeldTensor& target) const { return values_.at(target.spec.name); }
+  /// Collective with from_rank0: then a new tensor but on rank 0, plain and in host memory.
+  at::Tensor of(const HeldTensor& target, const Ranks& ranks) const {
+    const auto& name = target.spec.name;
+    if (!from_rank0_) return values_.at(name);
+    const auto& described = index_.tensors.at(name);
+    const auto value = ranks.rank() == 0 ? values_.at(name).cpu().contiguous()
+                                         : at::empty(described.shape, at::dtype(to_scalar_type(described.dtype)));
+    ranks.broadcast(value);
+    return value;
+  }
 
  private:
+  std::string as_text() const {
+    auto index = index_;
+    index.files.emplace_back();
+    for (auto& [name, tensor] : index.tensors) {
+      if (tensor.rows() > 0) tensor.pieces.push_back({0, 0, tensor.rows(), 0});
+    }
+    return write_index(index);
+  }
+
+  bool from_rank0_;
   Index index_;
   std::map<std::string, at::Tensor> values_;
 };
@@ -57,30 +96,30 @@ void write(const HeldTensor& target, const at::Tensor& value) {
 
 /// Collective.
 void write_all(const std::vector<HeldTensor>& targets, const Values& values, const Ranks& ranks) {
-  // Which of them must be gathered is for all ranks to say.
-  std::string alike;
-  for (const auto& target : targets) alike += lies_alike(target, values.of(target)) ? '1' : '0';
-  const auto everywhere = ranks.gather(alike);
-  for (size_t i = 0; i < targets.size(); ++i) {
-    const auto& value = values.of(targets[i]);
+  for (const auto& target : targets) {
+    const auto value = values.of(target, ranks);
     if (!tensor::is_sharded(value)) {
-      write(targets[i], value);
-    } else if (std::all_of(everywhere.begin(), everywhere.end(), [&](const auto& said) { return said[i] == '1'; })) {
-      targets[i].local.copy_(tensor::local_of(value));
+      write(target, value);
+      continue;
+    }
+    // Whether it must be gathered is for all ranks to say.
+    const auto alike = ranks.gather(lies_alike(target, value) ? "1" : "0");
+    if (std::count(alike.begin(), alike.end(), "1") == ranks.size()) {
+      target.local.copy_(tensor::local_of(value));
     } else {
-      write(targets[i], dtensor(value).full_tensor());
+      write(target, dtensor(value).full_tensor());
     }
   }
 }
 
 }  // namespace
 
-void load_state_dict(const torch::nn::Module& model, const StateDict& state) {
+void load_state_dict(const torch::nn::Module& model, const StateDict& state, const LoadStateDictOptions& options) {
   const at::NoGradGuard no_grad;
   const Ranks ranks("load_state_dict");
   const auto tensors = collect_model(model);
-  Values values;
-  ranks.together([&] {
+  Values values(options);
+  values.fill(ranks, [&] {
     std::map<std::string, const HeldTensor*> targets;
     for (const auto& target : tensors.held) targets[target.spec.name] = &target;
     for (const auto& item : state) {
@@ -94,25 +133,22 @@ void load_state_dict(const torch::nn::Module& model, const StateDict& state) {
       }
       auto shape = item.value().sizes().vec();
       const auto target = targets.find(name);
-      const bool local = target != targets.end() && !tensor::is_sharded(item.value()) &&
+      const bool local = !options.from_rank0 && target != targets.end() && !tensor::is_sharded(item.value()) &&
                          item.value().sizes() == target->second->local.sizes();
       if (local) shape = target->second->spec.shape;
       values.add(name, item.value(), std::move(shape));
     }
-    check_match(values.index(), kModelPrefix, specs_of(tensors.held), tensors.aliases, "model");
   });
+  ranks.together([&] { check_match(values.index(), kModelPrefix, specs_of(tensors.held), tensors.aliases, "model"); });
   write_all(tensors.held, values, ranks);
 }
 
 void load_optimizer_state_dict(const torch::nn::Module& model, torch::optim::Optimizer& optimizer,
-                               const OptimizerStateDict& state) {
+                               const OptimizerStateDict& state, const LoadStateDictOptions& options) {
   const at::NoGradGuard no_grad;
   const Ranks ranks("load_optimizer_state_dict");
-  Values values;
-  NewStates states;
-  std::vector<HeldTensor> targets;
-  ranks.together([&] {
-    const auto tensors = collect_model(model);
+  Values values(options);
+  values.fill(ranks, [&] {
     auto& index = values.index();
     index.optimizer.emplace();
     index.optimizer->type = state.type;
@@ -121,8 +157,13 @@ void load_optimizer_state_dict(const torch::nn::Module& model, torch::optim::Opt
     for (const auto& item : state.tensors) {
       values.add(kOptimizerPrefix + item.key(), item.value(), item.value().sizes().vec());
     }
-    check_optimizer(optimizer, index, tensors);
-    states = prepare_states(optimizer, index, tensors, targets);
+  });
+  NewStates states;
+  std::vector<HeldTensor> targets;
+  ranks.together([&] {
+    const auto tensors = collect_model(model);
+    check_optimizer(optimizer, values.index(), tensors);
+    states = prepare_states(optimizer, values.index(), tensors, targets);
   });
   write_all(targets, values, ranks);
   set_optimizer(optimizer, values.index(), std::move(states));

@@ -83,6 +83,13 @@ std::vector<std::string> Ranks::gather(const std::string& mine) const {
   return texts;
 }
 
+void Ranks::broadcast(const at::Tensor& tensor) const {
+  if (size() == 1 || tensor.numel() == 0) {
+    return;
+  }
+  world_->channel().broadcast(tensor.view({-1}).view(at::kByte), 0)->wait();
+}
+
 void Ranks::together(const std::function<void()>& work) const {
   const auto errors = gather(error_of(work));
   // Ranks with the same message share a line: the first ones to fail come first.

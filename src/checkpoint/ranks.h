@@ -4,6 +4,8 @@
 #include <string>
 #include <vector>
 
+#include <ATen/core/Tensor.h>
+
 namespace fsdp::mesh {
 class World;
 }
@@ -21,6 +23,8 @@ class Ranks {
 
   /// Every rank's text. Collective.
   std::vector<std::string> gather(const std::string& mine) const;
+  /// Rank 0's bytes of `tensor`, contiguous and in host memory, on every rank. Collective.
+  void broadcast(const at::Tensor& tensor) const;
   /// Runs `work` here; if it throws on any rank, throws on every rank, the same error. Collective, so `work` must
   /// not communicate.
   void together(const std::function<void()>& work) const;

@@ -101,6 +101,26 @@ TEST_P(LoadStateDictThreads, OptimizersGoOnAsTheyWould) {
   });
 }
 
+TEST_P(LoadStateDictThreads, WhatTheFirstRankHas) {
+  each([&](int rank, const Style& from, const Style& to) {
+    auto model = from.shard(Net(1));
+    auto optimizer = adamw(model.module(), 0.02);
+    train(model, optimizer, 0, 2, rank, GetParam());
+    const auto state = full_state_dict(model, {.rank0_only = true});
+    const auto optimizer_state = full_optimizer_state_dict(model, optimizer, {.rank0_only = true});
+    auto other = to.shard(Net(2));
+    auto resumed = adamw(other.module(), 0.5);
+    load_state_dict(other, state, {.from_rank0 = true});
+    load_optimizer_state_dict(other, resumed, optimizer_state, {.from_rank0 = true});
+    expect_equal(full_state_dict(other), full_state_dict(model));
+    train(model, optimizer, 2, 4, rank, GetParam());
+    train(other, resumed, 2, 4, rank, GetParam());
+    expect_equal(full_state_dict(other), full_state_dict(model), from.name == to.name ? 0 : 1e-6);
+    EXPECT_THROW(load_state_dict(other, state_dict(model), {.from_rank0 = true}), InvalidArgument);
+    EXPECT_THROW(load_state_dict(other, StateDict(), {.from_rank0 = true}), CheckpointError);
+  });
+}
+
 std::string refusal(const std::function<void()>& load) {
   try {
     load();

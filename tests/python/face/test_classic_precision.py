@@ -225,3 +225,22 @@ def test_hook_on_the_flat_parameter(rank, world):
     model._flat_param.register_hook(lambda gradient: gradient[1:])
     with pytest.raises(RuntimeError, match="changed the size"):
         model(inputs[rank]).sum().backward()
+
+
+@on_ranks(2)
+def test_hook_on_the_flat_parameter_that_raises(rank, world):
+    """On one rank: no rank waits for another, and after it the next step is as any other."""
+    model, fails = FullyShardedDataParallel(nn.Linear(3, 3)), rank == 1
+
+    def hook(gradient):
+        if fails:
+            raise KeyError("mine")
+
+    model._flat_param.register_hook(hook)
+    loss = model(torch.ones(1, 3)).sum()
+    with pytest.raises(KeyError if rank == 1 else RuntimeError, match="mine" if rank == 1 else "rank 1 gave up"):
+        loss.backward()
+    fails = False
+    model._unit.group.reset()
+    model(torch.ones(1, 3)).sum().backward()
+    assert model._flat_param.grad.eq(1).all()
