@@ -5,7 +5,7 @@ include(CMakePackageConfigHelpers)
 
 # Public headers are named one by one: nothing becomes public by lying in a folder.
 set(FSDP_PUBLIC_HEADERS fsdp export error distributed device_mesh dtensor clip_grad custom_comm optim fully_shard
-  fully_sharded_data_parallel grad_scaler checkpoint)
+  fully_sharded_data_parallel grad_scaler checkpoint tensor_extension)
 list(TRANSFORM FSDP_PUBLIC_HEADERS REPLACE "(.+)" "${PROJECT_SOURCE_DIR}/include/fsdp/\\1.h")
 
 set_target_properties(fsdp PROPERTIES INSTALL_RPATH ${FSDP_TORCH_ROOT}/lib)

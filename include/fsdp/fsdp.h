@@ -11,4 +11,5 @@
 #include <fsdp/fully_sharded_data_parallel.h>
 #include <fsdp/grad_scaler.h>
 #include <fsdp/optim.h>
+#include <fsdp/tensor_extension.h>
 #include <fsdp/version.h>

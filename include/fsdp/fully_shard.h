@@ -16,6 +16,7 @@
 #include <fsdp/device_mesh.h>
 #include <fsdp/dtensor.h>
 #include <fsdp/export.h>
+#include <fsdp/tensor_extension.h>
 #include <torch/nn/module.h>
 #include <torch/nn/pimpl.h>
 
@@ -34,9 +35,34 @@ struct MixedPrecisionPolicy {
   bool cast_forward_inputs = true;
 };
 
+/// Sharded parameters, their gradients and optimizer states are in host memory: gathers copy from there to the mesh's
+/// device, reductions end with a copy back, and the optimizer steps on the host. They always are where the mesh's
+/// device is the CPU, and nothing changes there.
+struct CPUOffloadPolicy {
+  /// The host memory is page-locked, so that copies run beside the host's work and the device's.
+  bool pin_memory = true;
+};
+
+/// Which axes of a mesh of any number of axes are the data-parallel ones, by name; see FullyShardOptions::dp_mesh_dims.
+struct DataParallelMeshDims {
+  std::vector<std::string> shard{};      ///< parameters are sharded over these, as over one axis
+  std::vector<std::string> replicate{};  ///< and replicated over these, as over one axis
+};
+
+/// How one parameter lies: along which dim it is cut, and over which ranks.
+struct ShardPlacementResult {
+  // NOLINTNEXTLINE(google-explicit-constructor): a Placement alone means the mesh of the others
+  ShardPlacementResult(Placement p, DeviceMesh m = {}) : placement(p), mesh(std::move(m)) {}
+  Placement placement;
+  /// A mesh of the parameter's own, 1D or {replicate, shard}, whose ranks are some of those that the others lie over.
+  /// Each rank's copy of it is cut over this mesh alone, so ranks outside of it may have other values (experts of their
+  /// own). Its gradient is the mean over this mesh. Undefined: the mesh of the others.
+  DeviceMesh mesh;
+};
+
 struct FullyShardOptions {
   /// 1D: parameters are sharded over it. 2D {replicate, shard}: sharded over the second axis, replicated over the
-  /// first. Undefined: a 1D mesh over the whole world, on the CPU.
+  /// first. With dp_mesh_dims of any number of axes. Undefined: a 1D mesh over the whole world, on the CPU.
   DeviceMesh mesh{};
   /// Free the unsharded parameters after forward and gather them again in backward. Unset: true, but false for the
   /// root (its parameters are needed at once when backward begins). A number n, a factor of the size of the shard axis:
@@ -44,11 +70,23 @@ struct FullyShardOptions {
   /// over n consecutive ranks (those of one host, say) alone. 1 means false, the size of the axis true.
   std::optional<std::variant<bool, int64_t>> reshard_after_forward{};
   /// Along which dim a parameter is cut: Shard(n) for n >= 0 (the size of dim n must be a multiple of the shard axis if
-  /// n > 0), or nothing for Shard(0). Called once for each parameter; must give the same on every rank.
-  std::function<std::optional<Placement>(const at::Tensor&)> shard_placement_fn{};
+  /// n > 0), or nothing for Shard(0); and over a mesh of its own, if a ShardPlacementResult has one: the parameters of
+  /// each mesh are gathered and reduced by themselves. Called once for each parameter; must give the same on every
+  /// rank.
+  std::function<std::optional<ShardPlacementResult>(const at::Tensor&)> shard_placement_fn{};
   MixedPrecisionPolicy mp_policy{};
+  std::optional<CPUOffloadPolicy> offload_policy{};
   /// Parameters that stay ordinary tensors: not sharded, their gradients not reduced.
   std::vector<at::Tensor> ignored_params{};
+  /// `mesh` has other axes too (tensor parallelism's, say), and these are the data-parallel ones. Along the others each
+  /// rank's parameters are its own: they may differ in value and size, libfsdp communicates over none of them, and
+  /// sharded tensors show the data-parallel axes alone. Without a shard axis nothing is sharded or gathered: parameters
+  /// stay whole on every rank, and gradients are averaged over the replicas.
+  std::optional<DataParallelMeshDims> dp_mesh_dims{};
+  /// What gathers of a parameter move in the place of its rows (a quantized form), or null for the rows themselves.
+  /// Called once for each parameter; must give the same kind on every rank. Not beside a number for
+  /// reshard_after_forward, set_symm_mem_for_comm or parameters cut as one line of elements.
+  std::function<std::shared_ptr<TensorExtension>(const at::Tensor&)> tensor_extension_fn{};
 };
 
 namespace module {
@@ -96,6 +134,9 @@ class FSDP_API FSDPModuleBase {
   void set_modules_to_backward_prefetch(const std::vector<FSDPModuleBase>& modules);
   /// Gradients are divided by this instead of by the number of ranks.
   void set_gradient_divide_factor(double factor);
+  [[deprecated("call set_gradient_divide_factor")]] void set_reduce_scatter_divide_factor(double factor) {
+    set_gradient_divide_factor(factor);
+  }
   /// This module's own group gathers with, or reduces with, a user's collective; null: libfsdp's again. Between steps.
   /// NotSupported beside reshard_after_forward as a number, whose gathers are over other ranks.
   void set_custom_all_gather(std::shared_ptr<CustomAllGather> gather);
@@ -131,6 +172,8 @@ class FSDP_API FSDPModuleBase {
   void set_reduce_scatter_unused_params(bool enabled, bool recurse = true);
   /// gradients are summed on the wire and divided afterwards,
   void set_force_sum_reduction_for_comms(bool enable);
+  /// backward gathers a group where an operator reads one of its parameters, and not otherwise,
+  void set_unshard_in_backward(bool unshard_in_backward);
   /// reductions have channels of their own,
   void set_separate_reduce_scatter_group(bool enable = true, bool recurse = true);
   /// buffers of collectives come from the engine wherever it has memory of its own. InvalidArgument beside a custom
@@ -276,8 +319,9 @@ class FSDPModule : public FSDPModuleBase {
 /// rank, or load a checkpoint afterwards).
 ///
 /// InvalidArgument: no parameters; a module given or sharded twice; a parameter that another group owns; a parameter
-/// on another device than the mesh's; a placement that does not fit its parameter; a number for reshard_after_forward
-/// that does not divide the shard axis.
+/// on another device than the mesh's; a placement that does not fit its parameter; a mesh with ranks that the enclosing
+/// module's does not have; a number for reshard_after_forward that does not divide the shard axis; dp_mesh_dims that
+/// the mesh does not have.
 template <class M>
 FSDPModule<M> fully_shard(M module, const FullyShardOptions& options = {}) {
   auto state = module::make_state({module::pointer(module)}, options);
@@ -297,6 +341,9 @@ auto call(const M& m, Args&&... args) {
   auto impl = module::pointer(m);
   return module::run_forward(module::find_state(*impl), *impl, std::forward<Args>(args)...);
 }
+
+/// Accepted, and without effect: all models on one mesh share its channels.
+inline void share_comm_ctx(const std::vector<FSDPModuleBase>&) {}
 
 /// The handle of a module that fully_shard was called on.
 template <class M>

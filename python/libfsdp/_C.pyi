@@ -36,9 +36,9 @@ class Group:
     reshard_after_backward: bool
     reshard_after_forward: bool
     sync_gradients: bool
-    def __init__(self, names: collections.abc.Sequence[str], params: collections.abc.Sequence[torch.Tensor], dims: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex], mesh: Mesh, param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, flat: bool = False, keep_reduced: bool = False) -> None:
+    def __init__(self, names: collections.abc.Sequence[str], params: collections.abc.Sequence[torch.Tensor], dims: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex], mesh: Mesh, param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, flat: bool = False, keep_reduced: bool = False, offload: tuple[torch.device, bool] | None = None) -> None:
         """
-        Copies this rank's rows, along `dims`, of `params`; `flat`: its elements of all, one after another; `keep_reduced`: gradients stay in the dtype that they were reduced in. Collective.
+        Copies this rank's rows, along `dims`, of `params`; `flat`: its elements of all, one after another; `keep_reduced`: gradients stay in the dtype that they were reduced in; `offload`: to host memory, page-locked or not, and whole parameters are on that device. Collective.
         """
     def __len__(self) -> int:
         ...

@@ -14,9 +14,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims, Mixed
 from torch.distributed.tensor import DTensor
 
 from . import _C, _optimizers_on_rows, _stale_optimizers
-from ._mesh import default_mesh, engine_mesh
+from ._mesh import default_mesh
 from ._module import FSDPModule, sharded_class
-from ._placement import Layout, data_parallel, layout_of
+from ._placement import DataParallel, Layout, data_parallel, layout_of
 from ._state import FSDPState, Home, below, is_replicated, state_of
 
 
@@ -90,10 +90,12 @@ def fully_shard(
             outermost module's mesh, and the parameters of each mesh are gathered and reduced by themselves.
         mp_policy: dtypes of the whole parameters, the reduction, and of what the forward gets and returns.
         offload_policy: with ``CPUOffloadPolicy``, sharded parameters, gradients and optimizer states are in host
-            memory. On a mesh of CPU devices they always are; on another: NotImplementedError.
+            memory, page-locked with ``pin_memory``; gathers copy from there and reductions to there. On a mesh of CPU
+            devices they always are, and nothing changes.
         ignored_params: parameters that stay as they are.
         dp_mesh_dims: ``mesh`` has other axes too, these are the data-parallel ones, and all parameters are DTensors on
-            ``mesh``, replicated on these. Several shard axes become one in the sharded parameters.
+            ``mesh``, replicated on these. Several shard axes become one in the sharded parameters. Without a shard
+            axis parameters stay whole, and gradients are averaged over the replicas.
 
     Raises:
         ValueError: the modules differ between ranks, a parameter is a scalar, belongs to another group already or lies
@@ -104,23 +106,21 @@ def fully_shard(
     _optimizers_on_rows.install()
     ranks = data_parallel(mesh if mesh is not None else default_mesh(), dp_mesh_dims)
     device = _device(ranks.mesh)
-    if isinstance(offload_policy, CPUOffloadPolicy) and device.type != "cpu":
-        raise NotImplementedError(f"libfsdp does not have CPUOffloadPolicy yet on a mesh of {device.type} devices")
-    reshard = _reshard(reshard_after_forward, ranks.mesh)
+    offload = _offload(offload_policy, device)
+    reshard = _reshard(reshard_after_forward, ranks.pieces)
     ignored = ignored_params or set()
 
     found = find_parameters(modules, ignored)
     move_to_device(modules, ignored, found, device)
     choose = shard_placement_fn or (lambda param: None)
     layouts = [layout_of(each.name, each.param, ranks, choose) for each in found]
-    engine_ranks = engine_mesh(ranks.mesh)
-    engine_ranks.require_same(
+    ranks.engine_mesh().require_same(
         f"fully_shard of module '{type(modules[0]).__name__}'", _describe(found, layouts, mp_policy, reshard)
     )
-    by_mesh: dict[DeviceMesh, list[tuple[Found, Layout]]] = {ranks.mesh: []}
+    by_mesh: dict[DeviceMesh, tuple[DataParallel, list[tuple[Found, Layout]]]] = {ranks.mesh: (ranks, [])}
     for each, layout in zip(found, layouts):
-        by_mesh.setdefault(layout.ranks.mesh, []).append((each, layout))
-    state, *beside = [_group_of(modules, own, members, mp_policy, reshard) for own, members in by_mesh.items()]
+        by_mesh.setdefault(layout.ranks.mesh, (layout.ranks, []))[1].append((each, layout))
+    state, *beside = [_group_of(modules, *over, mp_policy, reshard, offload) for over in by_mesh.values()]
     state.beside = beside
     state.attach()
     for each in modules:
@@ -153,13 +153,20 @@ def _modules(module: Any) -> list[nn.Module]:
     return modules
 
 
-def _reshard(value: bool | int | None, mesh: DeviceMesh) -> bool | int | None:
-    """``value``, where a number is one of ranks over which parameters are kept."""
+def _offload(policy: OffloadPolicy, device: torch.device) -> tuple[torch.device, bool] | None:
+    """Where whole parameters are while what is sharded is in host memory, and whether that is page-locked. On a CPU it
+    is host memory anyway."""
+    if not isinstance(policy, CPUOffloadPolicy) or device.type == "cpu":
+        return None
+    return device, policy.pin_memory
+
+
+def _reshard(value: bool | int | None, size: int) -> bool | int | None:
+    """``value``, where a number is one of the ``size`` ranks of the shard axis over which parameters are kept."""
     if value is None or isinstance(value, bool):
         return value
     if not isinstance(value, int):
         raise ValueError(f"reshard_after_forward should be a bool or an int, got {value!r}")
-    size = mesh.size(mesh.ndim - 1)
     if value < 1 or size % value != 0:
         raise ValueError(
             f"reshard_after_forward as an int should be a factor of {size}, the size of the shard axis, got {value}"
@@ -255,10 +262,11 @@ def _describe(
 # --- what becomes of it -----------------------------------------------------------------------------------------------
 
 
-def _group_of(modules: list[nn.Module], mesh: DeviceMesh, members: list[tuple[Found, Layout]],
-              policy: MixedPrecisionPolicy, reshard: bool | int | None) -> FSDPState:
+def _group_of(modules: list[nn.Module], ranks: DataParallel, members: list[tuple[Found, Layout]],
+              policy: MixedPrecisionPolicy, reshard: bool | int | None,
+              offload: tuple[torch.device, bool] | None) -> FSDPState:
     """Makes one group of parameters that lie over the same ranks. Collective."""
-    engine_ranks = engine_mesh(mesh)
+    engine_ranks = ranks.engine_mesh()
     group = _C.Group(
         [each.name for each, _ in members],
         [layout.local for _, layout in members],
@@ -266,19 +274,21 @@ def _group_of(modules: list[nn.Module], mesh: DeviceMesh, members: list[tuple[Fo
         engine_ranks,
         policy.param_dtype,
         policy.reduce_dtype,
+        offload=offload,
     )
     group.set_shared(len(modules) > 1)
     homes = []
     for i, (each, layout) in enumerate(members):
-        sharded = _sharded_parameter(each.param, group.shard(i), layout, mesh)
+        sharded = _sharded_parameter(each.param, group.shard(i), layout)
         group.place(i, sharded, [place_of(*place) for place in each.places], layout.whole)
         _stale_optimizers.mark(each.param, each.name)
         module, name = each.places[0]
         homes.append(Home(weakref.ref(module), name, layout.local.shape, layout.local.stride(), layout.whole))
-    return FSDPState(modules, mesh, engine_ranks, group, homes, policy, _reshard(reshard, mesh))
+    return FSDPState(modules, ranks.mesh, engine_ranks, group, homes, policy, _reshard(reshard, ranks.pieces),
+                     shards=ranks.shards)
 
 
-def _sharded_parameter(param: nn.Parameter, local: torch.Tensor, layout: Layout, mesh: DeviceMesh) -> nn.Parameter:
+def _sharded_parameter(param: nn.Parameter, local: torch.Tensor, layout: Layout) -> nn.Parameter:
     """A DTensor parameter over ``local`` in the place of ``param``, with its attributes, hooks and gradient."""
     sharded = nn.Parameter(DTensor(local, layout.sharded, requires_grad=False), requires_grad=param.requires_grad)
     sharded.__dict__.update(param.__dict__)
@@ -288,11 +298,11 @@ def _sharded_parameter(param: nn.Parameter, local: torch.Tensor, layout: Layout,
     if param._post_accumulate_grad_hooks:
         sharded._post_accumulate_grad_hooks = param._post_accumulate_grad_hooks
     if param.grad is not None:
-        axis = mesh.ndim - 1
         gradient = param.grad if layout.whole is None else layout.whole.local_gradient(param.grad)
-        chunks, mine = gradient.chunk(mesh.size(axis), layout.dim), mesh.get_local_rank(axis)
+        chunks, mine = gradient.chunk(layout.ranks.pieces, layout.dim), layout.ranks.piece
         empty = gradient.new_empty(local.shape)
         rows = chunks[mine].clone(memory_format=torch.contiguous_format) if mine < len(chunks) else empty
+        rows = rows.to(local.device)
         sharded.grad = DTensor(rows, layout.sharded, requires_grad=False)
     return sharded
 

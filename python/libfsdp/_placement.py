@@ -15,6 +15,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from . import _C
+from ._mesh import engine_mesh, engine_ranks
 from ._whole_dtensor import WholeDTensor
 
 
@@ -22,11 +24,31 @@ from ._whole_dtensor import WholeDTensor
 class DataParallel:
     """The ranks that one call of fully_shard shards and replicates over."""
 
-    #: One axis (shard) or two (replicate, shard): what the engine communicates over.
+    #: One axis (shard) or two (replicate, shard): what the engine communicates over. Without ``shards``: one, replicate.
     mesh: DeviceMesh
     #: With ``dp_mesh_dims``: the mesh that all parameters lie on already, and which of its axes are ``mesh``.
     full: DeviceMesh | None = None
     dims: DataParallelMeshDims | None = None
+    #: Whether there is a shard axis.
+    shards: bool = True
+
+    @property
+    def pieces(self) -> int:
+        """How many ranks hold a parameter together."""
+        return self.mesh.size(self.mesh.ndim - 1) if self.shards else 1
+
+    @property
+    def piece(self) -> int:
+        """Which of these parts this rank holds."""
+        return self.mesh.get_local_rank(self.mesh.ndim - 1) if self.shards else 0
+
+    def engine_mesh(self) -> _C.Mesh:
+        """Opens the engine's mesh. NotImplementedError for a backend that the engine has no channels for."""
+        if self.shards:
+            return engine_mesh(self.mesh)
+        ranks = tuple(self.mesh.mesh.flatten().tolist())
+        group = self.mesh.get_group()
+        return engine_ranks(self.mesh.device_type, (len(ranks), 1), ("replicate", "shard"), ranks, group)
 
 
 def data_parallel(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> DataParallel:
@@ -48,10 +70,9 @@ def _named_axes(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DataParallel:
     for name in (*dims.replicate_names, *dims.shard_names):
         if name not in (mesh.mesh_dim_names or ()):
             raise ValueError(f"dp_mesh_dims names the axis '{name}', which {mesh} does not have")
-    if not dims.shard_names:
-        raise NotImplementedError("libfsdp does not have dp_mesh_dims without a shard axis yet: replicate without it")
     axes = [_flat(mesh, names) for names in (dims.replicate_names, dims.shard_names) if names]
-    return DataParallel(axes[0] if len(axes) == 1 else DeviceMesh._concatenate(axes), mesh, dims)
+    ranks = axes[0] if len(axes) == 1 else DeviceMesh._concatenate(axes)
+    return DataParallel(ranks, mesh, dims, shards=bool(dims.shard_names))
 
 
 def _flat(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
@@ -91,7 +112,7 @@ def layout_of(name: str, param: nn.Parameter, ranks: DataParallel, choose: Calla
         if ranks.full is not None:
             raise NotImplementedError(f"libfsdp does not have ShardPlacementResult beside dp_mesh_dims: '{name}'")
         ranks, choice = data_parallel(choice.mesh_info.mesh, None), choice.placement
-    dim = _dim(name, param, ranks.mesh, choice)
+    dim = _dim(name, param, ranks.pieces, choice)
     if isinstance(param, DTensor):
         spec = param._spec
         if spec.mesh.device_type != ranks.mesh.device_type:
@@ -113,13 +134,13 @@ def layout_of(name: str, param: nn.Parameter, ranks: DataParallel, choose: Calla
     return Layout(param, dim, DTensorSpec(ranks.mesh, placements, meta), ranks)
 
 
-def _dim(name: str, param: nn.Parameter, mesh: DeviceMesh, choice: Shard | None) -> int:
+def _dim(name: str, param: nn.Parameter, size: int, choice: Shard | None) -> int:
     if choice is None:
         return 0
     if not isinstance(choice, Shard):
         raise ValueError(f"Invalid shard_placement_fn result: {choice} for '{name}'; expected Shard or None")
     local = param._local_tensor if isinstance(param, DTensor) else param
-    dim, size = choice.dim + param.ndim * (choice.dim < 0), mesh.size(mesh.ndim - 1)
+    dim = choice.dim + param.ndim * (choice.dim < 0)
     if not 0 <= dim < param.ndim:
         raise AssertionError(f"Shard dim {choice.dim} is invalid for {param.ndim}D tensor: '{name}' of {param.shape}")
     if dim > 0 and local.size(dim) % size != 0:
@@ -170,13 +191,13 @@ def _on_the_full_mesh(name: str, param: DTensor, ranks: DataParallel, dim: int) 
     for i, axis in enumerate(names):
         inner = zip(spec.mesh.shape[i + 1 :], spec.placements[i + 1 :])
         pieces = math.prod(size for size, each in inner if _cuts(each, dim))
-        if len(dims.shard_names) == 1 or i not in data_axes:
+        if len(dims.shard_names) <= 1 or i not in data_axes:
             meshes.append(spec.mesh[axis])
             placements.append(_shard(dim, pieces) if axis in dims.shard_names else spec.placements[i])
         elif axis == dims.shard_names[0]:
             meshes.append(ranks.mesh)
             placements += [*_replicas(ranks.mesh), _shard(dim, pieces)]
-    mesh = spec.mesh if len(dims.shard_names) == 1 else DeviceMesh._concatenate(meshes)
+    mesh = spec.mesh if len(dims.shard_names) <= 1 else DeviceMesh._concatenate(meshes)
     sharded = DTensorSpec(mesh, tuple(placements), spec.tensor_meta)
     return Layout(param._local_tensor, dim, sharded, ranks, WholeDTensor(spec, data_axes))
 

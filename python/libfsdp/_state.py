@@ -69,10 +69,11 @@ class FSDPState:
 
     def __init__(self, modules: list[nn.Module], mesh: DeviceMesh | None, engine_mesh: _C.Mesh, group: _C.Group,
                  homes: list[Home], policy: MixedPrecisionPolicy,
-                 reshard_after_forward: bool | int | None):
+                 reshard_after_forward: bool | int | None, shards: bool = True):
         self._modules = [weakref.ref(module) for module in modules]
         self._homes = homes  # of the parameters, in order
         self.mesh = mesh
+        self._shards = shards  # its last axis; else all replicate
         self._engine_mesh = engine_mesh
         self.group = group
         self.policy = policy
@@ -207,6 +208,11 @@ class FSDPState:
         for i, (name, home) in enumerate(zip(self.group.parameter_names, self._homes)):
             local = self.group.shard(i)
             if is_extended(name, local):
+                if not self._shards:
+                    raise NotImplementedError(
+                        f"parameter '{name}' has fsdp_pre_all_gather and is not sharded (dp_mesh_dims without a shard "
+                        "axis): nothing is gathered. Leave it out with ignored_params"
+                    )
                 if not self.group.extended(i):
                     dtype = self.policy.param_dtype if local.is_floating_point() else None
                     impl = Extension(name, home.size, home.stride, dtype or local.dtype, self.mesh, home.module(),
@@ -272,7 +278,12 @@ class FSDPState:
             self.group.watch(tensors)
 
     def shard_process_group(self) -> ProcessGroup:
-        """torch's process group of the shard axis."""
+        """torch's process group of the shard axis. NotImplementedError if there is none."""
+        if not self._shards:
+            raise NotImplementedError(
+                f"libfsdp: group '{self.group.name}' is not sharded (dp_mesh_dims without a shard axis): it gathers and "
+                "scatters nothing that a custom collective could do; reduce further in set_all_reduce_hook"
+            )
         return self.mesh.get_group(self.mesh.ndim - 1)
 
     # --- settings ---------------------------------------------------------------------------------------------------

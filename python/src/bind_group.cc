@@ -12,10 +12,12 @@ using engine::GroupFlags;
 std::unique_ptr<Group> make_group(std::vector<std::string> names, std::vector<at::Tensor> params,
                                   std::vector<int64_t> dims, const DeviceMesh& mesh,
                                   std::optional<at::ScalarType> param_dtype, std::optional<at::ScalarType> reduce_dtype,
-                                  bool flat, bool keep_reduced) {
+                                  bool flat, bool keep_reduced, std::optional<std::pair<c10::Device, bool>> offload) {
+  std::optional<engine::Offload> to_host;
+  if (offload) to_host = engine::Offload{offload->first, offload->second};
   return std::make_unique<Group>(std::move(names), std::move(params), std::move(dims), mesh,
                                  engine::DtypePolicy{param_dtype, reduce_dtype, keep_reduced},
-                                 flat ? engine::Layout::kFlat : engine::Layout::kRows);
+                                 flat ? engine::Layout::kFlat : engine::Layout::kRows, to_host);
 }
 
 /// `act` is the group's own, and is not called after it is gone.
@@ -103,8 +105,11 @@ void bind_group(py::module_& module) {
   py::class_<Group> type(module, "Group", "What one call of fully_shard made.");
   type.def(py::init(&make_group), py::arg("names"), py::arg("params"), py::arg("dims"), py::arg("mesh"),
            py::arg("param_dtype"), py::arg("reduce_dtype"), py::arg("flat") = false, py::arg("keep_reduced") = false,
+           py::arg("offload") = py::none(),
            "Copies this rank's rows, along `dims`, of `params`; `flat`: its elements of all, one after another; "
-           "`keep_reduced`: gradients stay in the dtype that they were reduced in. Collective.")
+           "`keep_reduced`: gradients stay in the dtype that they were reduced in; `offload`: to host memory, "
+           "page-locked "
+           "or not, and whole parameters are on that device. Collective.")
       .def("__len__", &Group::size)
       .def("shard", &Group::shard, py::arg("i"), "This rank's rows of the i-th parameter; all share one buffer.")
       .def("place", &place, py::arg("i"), py::arg("user"), py::arg("places"), py::arg("wrapper"),

@@ -1,20 +1,14 @@
 #include "extension.h"
 
-#include <ATen/core/grad_mode.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
-#include <c10/core/InferenceMode.h>
-
+#include "engine/user_code.h"
 #include "errors.h"
 
 namespace fsdp::python {
 namespace {
 
-/// A gather may begin and end within an operator, in any mode and below keys. Python code is run as if it were not.
-struct Outside {
+struct PythonCode {
   py::gil_scoped_acquire gil;
-  c10::InferenceMode normal{false};
-  at::NoGradGuard no_grad;
-  c10::impl::ForceDispatchKeyGuard keys{c10::impl::LocalDispatchKeySet(c10::impl::PODLocalDispatchKeySet{})};
+  engine::UserCode as_user;
 };
 
 }  // namespace
@@ -25,19 +19,19 @@ PyExtension::~PyExtension() {
 }
 
 std::vector<at::Tensor> PyExtension::send() {
-  Outside outside;
+  PythonCode python;
   return noting([this] { return "in fsdp_pre_all_gather of parameter " + param_.title(); },
                 [this] { return impl_.attr("send")(param_.local).cast<std::vector<at::Tensor>>(); });
 }
 
 void PyExtension::receive(const std::vector<at::Tensor>& received) {
-  Outside outside;
+  PythonCode python;
   noting([this] { return "in fsdp_post_all_gather of parameter " + param_.title(); },
          [&] { impl_.attr("receive")(param_.local, received); });
 }
 
 void PyExtension::release() noexcept {
-  Outside outside;
+  PythonCode python;
   try {
     impl_.attr("release")();
   } catch (py::error_already_set& error) {

@@ -23,8 +23,9 @@ void without_gil(Fn&& fn) {
 }  // namespace
 
 Group::Group(std::vector<std::string> names, std::vector<at::Tensor> params, std::vector<int64_t> dims,
-             const DeviceMesh& mesh, const engine::DtypePolicy& policy, engine::Layout layout)
-    : names_(std::move(names)), dims_(std::move(dims)), policy_(policy), layout_(layout) {
+             const DeviceMesh& mesh, const engine::DtypePolicy& policy, engine::Layout layout,
+             std::optional<engine::Offload> offload)
+    : names_(std::move(names)), dims_(std::move(dims)), policy_(policy), layout_(layout), offload_(offload) {
   for (size_t i = 0; i < names_.size(); ++i) params_.push_back(std::make_unique<ShownParam>());
   std::vector<engine::NamedParam> named;
   for (auto& param : params) named.push_back({{}, std::move(param)});
@@ -39,7 +40,7 @@ Group::~Group() {
 
 std::unique_ptr<engine::ParamGroup> Group::make_engine(std::vector<engine::NamedParam> params, const DeviceMesh& mesh) {
   for (size_t i = 0; i < names_.size(); ++i) params[i].name = names_[i], params[i].dim = dims_[i];
-  return std::make_unique<engine::ParamGroup>("(root)", params, mesh, policy_, layout_);
+  return std::make_unique<engine::ParamGroup>("(root)", params, mesh, policy_, layout_, offload_);
 }
 
 void Group::attach() {

@@ -23,7 +23,8 @@ class Group {
  public:
   /// Copies this rank's rows, along `dims`, of `params`, whole tensors. Opens the mesh's channels: collective.
   Group(std::vector<std::string> names, std::vector<at::Tensor> params, std::vector<int64_t> dims,
-        const DeviceMesh& mesh, const engine::DtypePolicy& policy, engine::Layout layout);
+        const DeviceMesh& mesh, const engine::DtypePolicy& policy, engine::Layout layout,
+        std::optional<engine::Offload> offload);
   ~Group();
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
@@ -124,6 +125,7 @@ class Group {
   std::vector<int64_t> dims_;
   engine::DtypePolicy policy_;
   engine::Layout layout_;
+  std::optional<engine::Offload> offload_;
   // For the engine's group, whenever it is made anew.
   std::shared_ptr<CustomAllGather> custom_gather_;
   std::shared_ptr<CustomReduceScatter> custom_reduce_;

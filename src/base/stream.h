@@ -42,7 +42,11 @@ class Stream {
   void wait_for(const c10::Event& event) const {
     if (stream_) event.block(*stream_);
   }
-  /// The same for the work on the current stream by now ...
+  /// Blocks the host until all that is on this stream by now is done.
+  void synchronize() const {
+    if (stream_) stream_->synchronize();
+  }
+  /// wait_for() of the work on the current stream by now ...
   void wait_for_current() const {
     if (stream_) wait_for(current(stream_->device()));
   }

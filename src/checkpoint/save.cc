@@ -5,6 +5,7 @@
 #include <c10/core/GradMode.h>
 #include <c10/util/StringUtil.h>
 #include <fsdp/checkpoint.h>
+#include <fsdp/dtensor.h>
 #include <fsdp/error.h>
 #include <nlohmann/json.hpp>
 
@@ -93,6 +94,18 @@ void check_visible(const std::string& folder, const std::vector<IndexFile>& file
   }
 }
 
+// A file has one tensor a name: ranks that hold others under the same name would silently lose theirs.
+void check_world(const std::vector<HeldTensor>& held, int world) {
+  for (const auto& each : held) {
+    const auto ranks = tensor::is_sharded(each.tensor) ? dtensor(each.tensor).device_mesh().size() : world;
+    if (ranks == world) continue;
+    throw NotSupported("'" + each.spec.name + "' lies over " + std::to_string(ranks) + " of the world's " +
+                       std::to_string(world) +
+                       " ranks, and the others may have values of their own (a mesh of its own, tensor parallelism); "
+                       "save the ranks' full_state_dict() under names of their own instead");
+  }
+}
+
 void add_files(Index& index, const std::vector<std::string>& texts) {
   std::vector<Written> written;
   for (const auto& text : texts) {
@@ -126,6 +139,7 @@ void save(const torch::nn::Module& model, const torch::optim::Optimizer* optimiz
     if (optimizer) {
       index.optimizer = collect_optimizer(*optimizer, tensors, held);
     }
+    check_world(held, ranks.size());
     if (options.rng) {
       held.push_back(hold(generator_name(ranks.rank()), generator_state()));
     }

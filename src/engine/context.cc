@@ -544,7 +544,9 @@ void Context::leave_forward(ParamGroup& group) {
   }
   // The user may write to the shards next; other ranks may still read them.
   for (auto* g : groups_) {
-    if (g) g->drop_discarded();
+    if (!g) continue;
+    g->drop_discarded();
+    if (!forward_records_) g->wait_for_reads();
   }
   may_be_old_ = !forward_records_;
   set_optimizer_event(nullptr);
@@ -711,6 +713,7 @@ void Context::finish_backward() {
       if (group && flags[late_at + static_cast<size_t>(group->place.id)]) issue_reduce(*group);
     }
     for (auto* group : reducing_) group->finish_reduce(flags.data() + group->place.first_param);
+    for (auto* group : reducing_) group->finish_offload();
 
     auto reduced = std::move(reducing_);
     reducing_.clear();
@@ -779,6 +782,7 @@ void Context::unshard(ParamGroup& group, bool wait) {
   if (wait && group.state() == GatherState::kGathering) {
     consume(group);
     group.finish_gather();
+    if (phase_ == Phase::kIdle) group.wait_for_reads();
   }
 }
 

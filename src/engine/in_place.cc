@@ -33,6 +33,7 @@ void ParamGroup::share_memory() {
                       : extended_                   ? "parameters with an extension"
                       : std::any_of(params_.begin(), params_.end(), has_own_class) ? "parameters of a class of its own"
                       : custom_gather_ || custom_reduce_                           ? "a custom collective"
+                      : offload_                                                   ? "an offload policy"
                       : !device_.is_cpu()                                          ? "parameters on a device"
                                                                                    : nullptr;
   if (other) {

@@ -74,10 +74,13 @@ void naming_group(const std::string& group, const char* act, Fn&& fn) {
 }  // namespace
 
 ParamGroup::ParamGroup(std::string name, const std::vector<NamedParam>& params, const DeviceMesh& mesh,
-                       const DtypePolicy& policy, Layout layout)
+                       const DtypePolicy& policy, Layout layout, std::optional<Offload> offload)
     : mesh_(mesh),
       policy_(policy),
-      device_(params.empty() ? c10::Device(mesh.device_type()) : params[0].tensor.device()) {
+      offload_(offload),
+      device_(offload          ? offload->device
+              : params.empty() ? c10::Device(mesh.device_type())
+                               : params[0].tensor.device()) {
   at::NoGradGuard no_grad;
   c10::InferenceMode normal(false);
   set_name(std::move(name));
@@ -100,6 +103,7 @@ ParamGroup::ParamGroup(std::string name, const std::vector<NamedParam>& params, 
   int64_t line = 0, lead = 0;
   if (layout == Layout::kFlat) line = length_of_line(params);
   std::vector<shard::FlatLayout::Array> stored;
+  const auto leaf_options = at::TensorOptions().device(device_);
   for (const auto* param : sorted) {
     const auto& tensor = param->tensor;
     const bool casts = policy.param_dtype && tensor.is_floating_point() && *policy.param_dtype != tensor.scalar_type();
@@ -107,7 +111,7 @@ ParamGroup::ParamGroup(std::string name, const std::vector<NamedParam>& params, 
     const bool own = param->shard.defined() || runs_operators(tensor);
     assembled_ = assembled_ || casts || own;
     const auto cut = layout == Layout::kFlat ? Cut{0, line, lead} : Cut{param->dim};
-    params_.push_back(std::make_unique<ShardedParam>(this, param->name, tensor, cut, dtype));
+    params_.push_back(std::make_unique<ShardedParam>(this, param->name, tensor, cut, leaf_options.dtype(dtype)));
     auto& p = *params_.back();
     lead += p.numel();
     p.index_ = params_.size() - 1;
@@ -118,7 +122,7 @@ ParamGroup::ParamGroup(std::string name, const std::vector<NamedParam>& params, 
 
   PlainTensors plain;
   sharded_bytes_ = store.segments().length(rank_);
-  flat_shard_ = at::empty({store.segments().length(rank_)}, at::TensorOptions().dtype(at::kByte).device(device_));
+  flat_shard_ = at::empty({store.segments().length(rank_)}, shard_options().dtype(at::kByte));
   for (size_t i = 0; i < params_.size(); ++i) {
     auto& param = *params_[i];
     if (sorted[i]->shard.defined()) {
@@ -127,7 +131,7 @@ ParamGroup::ParamGroup(std::string name, const std::vector<NamedParam>& params, 
     }
     const auto part = param.part_of(sorted[i]->tensor, rows_here(param));
     if (runs_operators(part)) {
-      param.attach_shard(part.clone(at::MemoryFormat::Contiguous));
+      param.attach_shard(part.clone(at::MemoryFormat::Contiguous).to(shard_options().device()));
       continue;
     }
     auto view = flat_shard_.narrow(0, store.local_offset(i, rank_), store.local_length(i, rank_));
@@ -136,6 +140,11 @@ ParamGroup::ParamGroup(std::string name, const std::vector<NamedParam>& params, 
     // Its own storage handle with a fresh impl: the version counter is then the leaf's alone.
     param.attach_shard(local.alias());
   }
+}
+
+at::TensorOptions ParamGroup::shard_options() const {
+  if (!offload_) return at::TensorOptions().device(device_);
+  return at::TensorOptions().device(at::kCPU).pinned_memory(offload_->pin_memory);
 }
 
 ParamGroup::Span ParamGroup::span_over(std::shared_ptr<comm::Channel> channel, int64_t rank) const {
@@ -219,7 +228,7 @@ ParamGroup::~ParamGroup() {
 
 at::Tensor ParamGroup::gather_input() const {
   if (from_part_) return part_bytes_;
-  return assembled_ ? axis_.channel->buffer(axis_.length(), device_) : flat_shard_;
+  return assembled_ || offload_ ? axis_.channel->buffer(axis_.length(), device_) : flat_shard_;
 }
 
 void ParamGroup::assemble(const at::Tensor& source) const {
@@ -231,7 +240,7 @@ void ParamGroup::assemble(const at::Tensor& source) const {
     const auto& target = targets_[i];
     const auto& from = target.param->extension() ? sent[target.param->index()][target.k] : target.param->shard();
     const auto place = source.narrow(0, axis_.layout->local_offset(i, rank_), axis_.layout->local_length(i, rank_));
-    place.view(target.dtype()).copy_(from.reshape({-1}));
+    place.view(target.dtype()).copy_(from.reshape({-1}), /*non_blocking=*/offload_.has_value());
   }
 }
 
@@ -245,6 +254,7 @@ ParamGroup::Gather ParamGroup::start_gather(ParamGroup* into) {
   const base::OnStream lane(streams_->gather);
   Gather gather{std::make_shared<Destination>(into, span.layout), gather_input(), nullptr};
   std::exception_ptr failed;
+  if (offload_ && !assembled_ && !from_part_) gather.source.copy_(flat_shard_, /*non_blocking=*/true);
   if (assembled_ && !from_part_) {
     try {
       assemble(gather.source);
@@ -418,7 +428,7 @@ void ParamGroup::keep_part() {
   if (!part_ || state_ != GatherState::kUnsharded) return;
   PlainTensors plain;
   const auto& layout = *part_->layout;
-  part_bytes_ = at::empty({part_->length()}, flat_shard_.options());
+  part_bytes_ = at::empty({part_->length()}, at::TensorOptions().dtype(at::kByte).device(device_));
   for (size_t i = 0; i < targets_.size(); ++i) {
     const auto part = layout.part(i, part_->rank);
     auto* to = static_cast<char*>(part_bytes_.data_ptr()) + layout.local_offset(i, part_->rank);
@@ -459,6 +469,11 @@ void ShardedParam::write_back() {
     throw NotSupported("libfsdp: parameter '" + name_ +
                        "' was written in place inside forward while a mixed precision policy gathers it in another "
                        "dtype; the write cannot be kept. Write it outside forward, under no_grad.");
+  }
+  if (extension_) {
+    throw NotSupported("libfsdp: parameter '" + name_ +
+                       "' was written in place inside forward, where it is what its extension made of what was sent; "
+                       "the write cannot be kept. Write it outside forward, under no_grad.");
   }
   if (group_->opened()) {
     throw NotSupported("libfsdp: parameter '" + name_ +
@@ -712,13 +727,32 @@ void ParamGroup::finish_reduce(const uint8_t* used) {
         PlainTensors plain;
         rows = rows_of(bucket, i, reduction.output);
         if (!policy_.keep_reduced && rows.scalar_type() != param.dtype()) rows = rows.to(param.dtype());
+        if (offload_) offloaded_.emplace_back(&param, on_host(rows));
       }
-      param.slot().accumulate_gradient(rows);
+      if (!offload_) param.slot().accumulate_gradient(rows);
     }
   }
   lane.reset();
   streams_->reduce.hold_current();
   for (auto& reduction : read) free_input(reduction);
+}
+
+at::Tensor ParamGroup::on_host(const at::Tensor& rows) const {
+  auto host = at::empty(rows.sizes(), shard_options().dtype(rows.scalar_type()));
+  return host.copy_(rows, /*non_blocking=*/true);
+}
+
+void ParamGroup::finish_offload() {
+  if (offloaded_.empty()) return;
+  at::NoGradGuard no_grad;
+  c10::InferenceMode normal(false);
+  streams_->reduce.synchronize();
+  wait_for_reads();
+  for (const auto& [param, rows] : std::exchange(offloaded_, {})) param->slot().accumulate_gradient(rows);
+}
+
+void ParamGroup::wait_for_reads() const {
+  if (offload_) streams_->gather.synchronize();
 }
 
 void ParamGroup::forget_touches() {
@@ -745,6 +779,7 @@ void ParamGroup::drop_gradients() {
     free_input(reduction);
   }
   reductions_.clear();
+  offloaded_.clear();
   for (auto& bucket : buckets_) {
     if (bucket->input.defined()) note_gradient_bytes(-static_cast<int64_t>(bucket->input.nbytes()));
     bucket->input.reset();

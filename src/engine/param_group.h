@@ -63,6 +63,13 @@ enum class Layout {
   kFlat,  // all, flattened, one after another, and that by its elements; one dtype
 };
 
+/// The shards of a group are in host memory, and leaves and collectives on `device`: gathers copy the shards there, and
+/// reductions copy what they hand out to the host.
+struct Offload {
+  c10::Device device;
+  bool pin_memory = false;  // what the host's copies go from and to is page-locked
+};
+
 /// Parameters that are gathered by one all-gather and whose gradients are reduced together, whichever face or layout
 /// made it. Knows how, not when: the order of collectives is the Context's.
 ///
@@ -75,7 +82,7 @@ class ParamGroup {
  public:
   /// InvalidArgument: a flat layout of several dtypes.
   ParamGroup(std::string name, const std::vector<NamedParam>& params, const DeviceMesh& mesh, const DtypePolicy& policy,
-             Layout layout = Layout::kRows);
+             Layout layout = Layout::kRows, std::optional<Offload> offload = {});
   ~ParamGroup();
   ParamGroup(const ParamGroup&) = delete;
   ParamGroup& operator=(const ParamGroup&) = delete;
@@ -125,7 +132,7 @@ class ParamGroup {
 
   // --- in place: the whole in memory that the ranks of the shard axis have in common --------------------------------
   /// Moves the shards there. Collective among the shard axis, between steps. NotSupported where they cannot have it, in
-  /// a flat layout, and beside keep_over(), extensions and custom collectives.
+  /// a flat layout, and beside keep_over(), extensions, custom collectives and offload.
   void share_memory();
   bool in_place() const { return common_ != nullptr; }
   /// kSharded to kUnsharded, without a collective: the leaves show the whole, to read. Only where no rank writes its
@@ -177,8 +184,13 @@ class ParamGroup {
   void begin_reduce();
   /// See set_gradient_hook().
   void run_gradient_hook();
-  /// The oldest reduction: waits, averages, and hands gradients to the parameters for which used[i] is set.
+  /// All reductions: waits, averages, and hands gradients to the parameters for which used[i] is set; with offload only
+  /// begins to copy them to the host.
   void finish_reduce(const uint8_t* used);
+  /// With offload: waits for these copies and hands them to the parameters. Then no gather reads the shards either.
+  void finish_offload();
+  /// With offload: blocks until no gather reads the shards any more, which are the host's to write then.
+  void wait_for_reads() const;
   /// Blocks until the inputs of all reductions are freed, for `limit` at most; false: some are still being read.
   bool wait_inputs(std::chrono::milliseconds limit);
   /// The next forward that records gradients starts anew.
@@ -232,6 +244,8 @@ class ParamGroup {
   void run_hook(const at::Tensor& output) const;
   void zero_absent(Bucket& bucket);
   void average(Bucket& bucket, at::Tensor& output);
+  at::Tensor on_host(const at::Tensor& rows) const;
+  at::TensorOptions shard_options() const;
   at::Tensor rows_of(const Bucket& bucket, size_t i, const at::Tensor& output) const;
   at::ScalarType reduce_dtype(const ShardedParam& param) const;
 
@@ -248,7 +262,8 @@ class ParamGroup {
   std::function<at::Tensor(const at::Tensor&)> gradient_hook_;
   base::Stream hook_stream_;
   int64_t world_ = 1, rank_ = 0, replicas_ = 1;
-  c10::Device device_;
+  std::optional<Offload> offload_;
+  c10::Device device_;  // of leaves and collectives
 
   std::vector<std::unique_ptr<ShardedParam>> params_;  // wider dtypes first, so that no view is misaligned
   at::Tensor flat_shard_;                              // bytes; not in place
@@ -307,6 +322,7 @@ class ParamGroup {
 
   std::vector<std::shared_ptr<Bucket>> buckets_;
   std::deque<Reduction> reductions_;
+  std::vector<std::pair<ShardedParam*, at::Tensor>> offloaded_;  // gradients that are on their way to the host
 };
 
 }  // namespace fsdp::engine

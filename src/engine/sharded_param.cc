@@ -40,12 +40,12 @@ void tag_tensor(const at::Tensor& tensor, c10::intrusive_ptr<c10::BackendMeta> m
 }
 
 ShardedParam::ShardedParam(ParamGroup* group, std::string name, const at::Tensor& original, Cut cut,
-                           at::ScalarType gather_dtype)
+                           const at::TensorOptions& leaf)
     : group_(group), name_(std::move(name)), sizes_(original.sizes().vec()), dtype_(original.scalar_type()), cut_(cut) {
   for (int64_t d = 0; d < original.dim(); ++d) {
     (cut.line > 0 || d == cut.dim ? rows_ : d < cut.dim ? slabs_ : row_numel_) *= original.size(d);
   }
-  leaf_ = at::empty(sizes_, original.options().dtype(gather_dtype).requires_grad(false));
+  leaf_ = at::empty(sizes_, leaf);
   tag_ = c10::make_intrusive<LeafTag>(this);
   tag_tensor(leaf_, tag_);
   gathered_ = {leaf_};

@@ -56,8 +56,9 @@ struct Cut {
 /// fail as it does in plain torch.
 class ShardedParam {
  public:
-  /// `original` is the whole parameter; its rows of this rank are copied into `shard` later by the group.
-  ShardedParam(ParamGroup* group, std::string name, const at::Tensor& original, Cut cut, at::ScalarType gather_dtype);
+  /// `original` is the whole parameter; its rows of this rank are copied into `shard` later by the group. `leaf`: dtype
+  /// and device of the leaf.
+  ShardedParam(ParamGroup* group, std::string name, const at::Tensor& original, Cut cut, const at::TensorOptions& leaf);
   ~ShardedParam();
   ShardedParam(const ShardedParam&) = delete;
   ShardedParam& operator=(const ShardedParam&) = delete;

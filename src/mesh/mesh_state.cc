@@ -77,20 +77,36 @@ std::shared_ptr<comm::Channel> MeshState::channel(const std::string& label,
 }
 
 std::shared_ptr<MeshState> MeshState::submesh(const std::vector<std::string>& names) {
-  std::vector<int64_t> axes, shape;
-  for (const auto& name : names) {
-    axes.push_back(axis_index(name));
-    shape.push_back(shape_[axes.back()]);
+  if (names.empty()) throw InvalidArgument("a submesh needs one or more axes, got none");
+  std::vector<Joined> axes;
+  for (const auto& name : names) axes.push_back({name, {name}});
+  return joined(axes);
+}
+
+std::shared_ptr<MeshState> MeshState::joined(const std::vector<Joined>& axes) {
+  std::vector<int64_t> indices, shape;
+  std::vector<std::string> names, given;
+  std::string key = "axes";
+  for (const auto& axis : axes) {
+    shape.push_back(1);
+    names.push_back(axis.name);
+    key += " " + axis.name + "=" + c10::Join(",", axis.of);
+    for (const auto& name : axis.of) {
+      indices.push_back(axis_index(name));
+      shape.back() *= shape_[indices.back()];
+      given.push_back(name);
+    }
   }
-  auto sorted = axes;
+  auto sorted = indices;
   std::sort(sorted.begin(), sorted.end());
-  if (names.empty() || std::adjacent_find(sorted.begin(), sorted.end()) != sorted.end()) {
-    throw InvalidArgument(c10::str("a submesh needs one or more different axes, got {", c10::Join(", ", names), "}"));
+  if (std::adjacent_find(sorted.begin(), sorted.end()) != sorted.end()) {
+    throw InvalidArgument(c10::str("each axis of the mesh may be used once, got {", c10::Join(", ", given), "}"));
   }
   std::lock_guard lock(mutex_);
-  auto& cached = derived_["axes " + c10::Join(",", names)];
+  auto& cached = derived_[key];
   if (!cached) {
-    cached = std::make_shared<MeshState>(world_, device_type_, std::move(shape), names, ranks_along(axes));
+    cached =
+        std::make_shared<MeshState>(world_, device_type_, std::move(shape), std::move(names), ranks_along(indices));
   }
   return cached;
 }

@@ -45,6 +45,14 @@ class MeshState {
   /// The mesh of this rank along `names`, in that order. The same object for the same names, so that its channels
   /// are opened once. Not for all names in their order: that is this mesh.
   std::shared_ptr<MeshState> submesh(const std::vector<std::string>& names);
+  /// An axis of another mesh: those of this one that it joins, the last varying fastest. Of none: one rank.
+  struct Joined {
+    std::string name;
+    std::vector<std::string> of;
+  };
+  /// The mesh of this rank along such axes. The same object for the same axes. InvalidArgument for an axis that this
+  /// mesh does not have, or for one that is named twice.
+  std::shared_ptr<MeshState> joined(const std::vector<Joined>& axes);
   /// All axes as one.
   std::shared_ptr<MeshState> flattened(const std::string& name);
 

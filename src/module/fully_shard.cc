@@ -3,16 +3,18 @@
 #include <algorithm>
 #include <iomanip>
 #include <sstream>
-#include <unordered_set>
 
+#include <c10/util/StringUtil.h>
 #include <fsdp/distributed.h>
 #include <fsdp/error.h>
 
 #include "engine/context.h"
 #include "mesh/mesh_state.h"
 #include "mesh/world.h"
+#include "module/extension.h"
 #include "module/module_state.h"
 #include "module/same_model.h"
+#include "module/survey.h"
 #include "module/tree.h"
 #include "tensor/facade.h"
 
@@ -21,151 +23,56 @@ namespace {
 
 using engine::ParamGroup;
 
-/// What fully_shard is about to do, found out before anything is changed.
-struct Survey {
-  std::vector<Visit> visits;
-  std::vector<engine::NamedParam> params;  // new ones, each once
-  std::vector<ParamGroup*> inner;          // groups from earlier calls
-  std::vector<std::string> lines;          // for the comparison across ranks
-  std::string problem;
-};
-
-std::string dotted(const Visit& visit, const std::string& name) {
-  return visit.path.empty() ? name : visit.path + "." + name;
-}
-
-/// The dim that `tensor` is to be cut along; `wrong` gets what is the matter with it.
-template <class Wrong>
-int64_t cut_dim(const std::string& name, const at::Tensor& tensor, const FullyShardOptions& options, Wrong&& wrong) {
-  const auto placement = options.shard_placement_fn ? options.shard_placement_fn(tensor) : std::nullopt;
-  if (!placement) return 0;
-  const std::string asked =
-      "shard_placement_fn for parameter '" + name + "' (sizes " + c10::str(tensor.sizes()) + "): ";
-  if (placement->kind != Placement::Kind::kShard) {
-    wrong(asked + "expected Shard(n), got Replicate(); give the parameter to ignored_params to keep it whole");
-    return 0;
-  }
-  const int64_t dims = std::max<int64_t>(tensor.dim(), 1), axis = options.mesh.shape().back();
-  const int64_t dim = placement->dim < 0 ? placement->dim + dims : placement->dim;
-  if (dim < 0 || dim >= dims) {
-    wrong(asked + "it has no dim " + std::to_string(placement->dim));
-  } else if (dim > 0 && tensor.size(dim) % axis != 0) {
-    wrong(asked + "dim " + std::to_string(dim) + " has " + std::to_string(tensor.size(dim)) +
-          " rows, expected a multiple of " + std::to_string(axis) +
-          ", the size of the shard axis; only dim 0 is cut unevenly");
-  } else {
-    return dim;
-  }
-  return 0;
-}
-
-/// What reshard_after_forward says.
-struct Reshard {
-  bool set = false;
-  bool free = true;  // where it is set
-  int64_t over = 0;  // the number of ranks over which parameters are kept; 0: all, and nothing is kept
-};
-
-Reshard reshard_of(const FullyShardOptions& options) {
-  const auto& given = options.reshard_after_forward;
-  if (!given) return {};
-  if (const auto* flag = std::get_if<bool>(&*given)) return {true, *flag, 0};
-  const int64_t over = std::get<int64_t>(*given);
-  return {true, over != 1, over == 1 || over == options.mesh.shape().back() ? 0 : over};
-}
-
-/// "" if it can be had.
-std::string problem_of_reshard(const FullyShardOptions& options) {
-  const auto& given = options.reshard_after_forward;
-  const auto* over = given ? std::get_if<int64_t>(&*given) : nullptr;
-  const int64_t axis = options.mesh.shape().back();
-  if (!over || (*over >= 1 && axis % *over == 0)) return "";
-  return "reshard_after_forward is " + std::to_string(*over) + ", expected a factor of " + std::to_string(axis) +
-         ", the size of the shard axis; true or false are possible always";
-}
-
-std::string type_name(const std::optional<at::ScalarType>& type) { return type ? c10::toString(*type) : "-"; }
-
-Survey survey(const std::vector<std::shared_ptr<torch::nn::Module>>& modules, const FullyShardOptions& options,
-              const Face& face) {
-  const std::string caller = face.name;
-  Survey result;
-  const auto wrong = [&](std::string what) {
-    if (result.problem.empty()) result.problem = std::move(what);
+/// The axes of `mesh` that `dims` name, as one axis (shard) or two (replicate, shard). Not collective.
+DeviceMesh data_parallel_part(const std::string& caller, const DeviceMesh& mesh, const DataParallelMeshDims& dims) {
+  const auto refuse = [&](const std::string& what) {
+    throw InvalidArgument("libfsdp: " + caller + ": dp_mesh_dims " + what + "; " + c10::str(mesh) + " was given");
   };
-  std::unordered_set<const torch::nn::Module*> distinct;
-  for (const auto& module : modules) {
-    if (!distinct.insert(module.get()).second) {
-      wrong(caller + " was given the same module twice (" + module->name() + "); name each module once");
-    }
-  }
-  result.visits = walk(modules);
-  result.inner = groups_in(result.visits);
-  for (auto* group : result.inner) {
-    for (const auto& module : modules) {
-      if (stands_for(*group, module.get())) {
-        wrong(caller + " was already applied to this module (" + module->name() + "); apply it once to each");
+  if (dims.shard.empty() && dims.replicate.empty()) refuse("name no axis: give shard, replicate or both");
+  const auto& known = mesh.names();
+  for (const auto& names : {dims.replicate, dims.shard}) {
+    for (const auto& name : names) {
+      if (std::find(known.begin(), known.end(), name) == known.end()) {
+        refuse("name the axis '" + name + "', which the mesh does not have");
       }
     }
   }
-  std::unordered_set<c10::TensorImpl*> ignored, met;
-  for (const auto& tensor : options.ignored_params) ignored.insert(tensor.unsafeGetTensorImpl());
-  for (const auto& visit : result.visits) {
-    for (const auto& item : visit.module->named_parameters(/*recurse=*/false)) {
-      const auto& tensor = item.value();
-      const auto name = dotted(visit, item.key());
-      if (!tensor.defined() || ignored.count(tensor.unsafeGetTensorImpl())) continue;
-      if (auto* group = group_of(tensor)) {
-        const bool inside = std::any_of(visit.ancestors.begin(), visit.ancestors.end(),
-                                        [&](const auto* module) { return stands_for(*group, module); });
-        if (!inside) {
-          wrong("parameter '" + name + "' belongs to group '" + group->name() +
-                "' already, whose module does not contain it here: a parameter shared by modules must be in one "
-                "group. Shard those modules together, as one list or through a common parent");
-        }
-        continue;
-      }
-      if (!met.insert(tensor.unsafeGetTensorImpl()).second) continue;  // tied within the group
-      if (tensor::facade_of(tensor)) wrong("parameter '" + name + "' is a gradient or state of another sharded model");
-      if (tensor.device().type() != options.mesh.device_type()) {
-        wrong("parameter '" + name + "' is on " + tensor.device().str() + ", the mesh on " +
-              c10::DeviceTypeName(options.mesh.device_type(), true) + "; move the module to the mesh's device first");
-      }
-      if (tensor.layout() != at::kStrided) wrong("parameter '" + name + "' is not a dense tensor");
-      if (!tensor.is_leaf()) wrong("parameter '" + name + "' is not a leaf of autograd");
-      std::ostringstream line;
-      line << name << " " << tensor.sizes() << " " << c10::toString(tensor.scalar_type())
-           << (tensor.requires_grad() ? "" : " frozen");
-      const int64_t dim = cut_dim(name, tensor, options, wrong);
-      if (dim != 0) line << " Shard(" << dim << ")";
-      result.lines.push_back(line.str());
-      result.params.push_back({name, tensor, dim});
-      if (face.layout == engine::Layout::kFlat && tensor.scalar_type() != result.params[0].tensor.scalar_type()) {
-        wrong("the parameters of one unit must have one dtype: '" + result.params[0].name + "' is " +
-              c10::toString(result.params[0].tensor.scalar_type()) + ", '" + name + "' is " +
-              c10::toString(tensor.scalar_type()) + "; wrap them apart, or cast one");
-      }
-    }
+  using Axes = std::vector<mesh::MeshState::Joined>;
+  const mesh::MeshState::Joined shard{dims.shard.empty() ? "whole" : c10::Join("_", dims.shard), dims.shard};
+  if (dims.replicate.empty()) return DeviceMesh(mesh.state()->joined(Axes{shard}));
+  return DeviceMesh(mesh.state()->joined(Axes{{c10::Join("_", dims.replicate), dims.replicate}, shard}));
+}
+
+/// Where parameters are on the CPU, their shards are in host memory anyway.
+std::optional<engine::Offload> offload_of(const FullyShardOptions& options, const Face& face, const NewGroup& plan) {
+  if (!options.offload_policy || plan.params.empty()) return std::nullopt;
+  const auto device = plan.params[0].named.tensor.device();
+  if (device.is_cpu() && !face.offloads_on_cpu) return std::nullopt;
+  return engine::Offload{device, options.offload_policy->pin_memory && !device.is_cpu()};
+}
+
+/// Makes one group, turns its parameters into sharded tensors, and gives them their extensions.
+std::shared_ptr<ModuleState> make_group(const std::vector<std::shared_ptr<torch::nn::Module>>& modules,
+                                        const FullyShardOptions& options, const Face& face, const NewGroup& plan,
+                                        const std::shared_ptr<ModuleState>& leader) {
+  std::vector<const torch::nn::Module*> identities;
+  for (const auto& module : modules) identities.push_back(module.get());
+  std::vector<engine::NamedParam> named;
+  for (const auto& param : plan.params) named.push_back(param.named);
+  auto state = std::make_shared<ModuleState>(std::move(identities), options, plan.mesh, named, face, leader,
+                                             offload_of(options, face, plan));
+  for (const auto& param : state->group().params()) {
+    const auto& original = *std::find_if(plan.params.begin(), plan.params.end(),
+                                         [&](const auto& each) { return each.named.name == param->name(); });
+    tensor::become_parameter(
+        original.named.tensor,
+        tensor::Spec::of_parameter(param->name(), plan.mesh, param->sizes(), param->dim(), param->array(1)),
+        std::shared_ptr<engine::ShardedParam>(state, param.get()));
+    if (!original.extension) continue;
+    auto extension = std::make_shared<RowsExtension>(*param, plan.mesh.shape().back(), original.extension);
+    state->group().set_extension(*param, std::move(extension), original.sends);
   }
-  if (result.params.empty() && result.inner.empty()) {
-    wrong(caller + " found no parameters in module '" + modules[0]->name() + "' to shard");
-  }
-  for (auto* group : result.inner) {
-    if (group->mesh() != options.mesh) {
-      wrong("group '" + group->name() + "' was sharded on another mesh than its enclosing module; use one mesh");
-    }
-  }
-  const auto& policy = options.mp_policy;
-  result.lines.push_back("param_dtype " + type_name(policy.param_dtype) + ", reduce_dtype " +
-                         type_name(policy.reduce_dtype));
-  if (auto problem = problem_of_reshard(options); !problem.empty()) wrong(std::move(problem));
-  const auto reshard = reshard_of(options);
-  result.lines.push_back("reshard_after_forward " + (reshard.over > 0 ? std::to_string(reshard.over)
-                                                     : !reshard.set   ? "-"
-                                                     : reshard.free   ? "true"
-                                                                      : "false"));
-  result.lines.push_back(std::to_string(result.inner.size()) + " inner groups");
-  return result;
+  return state;
 }
 
 }  // namespace
@@ -191,32 +98,32 @@ std::shared_ptr<ModuleState> make_state(std::vector<std::shared_ptr<torch::nn::M
   }
   auto options = given;
   if (!options.mesh.defined()) options.mesh = default_mesh();
+  if (options.dp_mesh_dims) options.mesh = data_parallel_part(caller, options.mesh, *options.dp_mesh_dims);
   if (options.mesh.ndim() > 2) {
     throw InvalidArgument("libfsdp: " + caller + " takes a mesh of one axis (shard) or two (replicate, shard), got " +
-                          std::to_string(options.mesh.ndim()));
+                          std::to_string(options.mesh.ndim()) + "; name those of a larger one by dp_mesh_dims");
   }
   auto plan = survey(modules, options, face);
   require_same_on_all_ranks(options.mesh, caller + " of module '" + modules[0]->name() + "'", plan.lines, plan.problem);
 
-  std::vector<const torch::nn::Module*> identities;
-  for (const auto& module : modules) identities.push_back(module.get());
-  auto state = std::make_shared<ModuleState>(std::move(identities), options, plan.params, face);
-  auto& group = state->group();
-  for (const auto& param : group.params()) {
-    const auto original = std::find_if(plan.params.begin(), plan.params.end(),
-                                       [&](const auto& named) { return named.name == param->name(); });
-    tensor::become_parameter(
-        original->tensor,
-        tensor::Spec::of_parameter(param->name(), options.mesh, param->sizes(), param->dim(), param->array(1)),
-        std::shared_ptr<engine::ShardedParam>(state, param.get()));
+  std::shared_ptr<ModuleState> state;
+  std::vector<ParamGroup*> groups;
+  for (const auto& each : plan.groups) {
+    auto made = make_group(modules, options, face, each, state);
+    groups.push_back(&made->group());
+    if (!state) state = std::move(made);
   }
-  auto groups = plan.inner;
-  groups.insert(groups.begin(), &group);
+  auto& group = state->group();
+  if (groups.size() > 1) {
+    for (auto* each : groups) each->place.leader = &group;
+  }
+  groups.insert(groups.end(), plan.inner.begin(), plan.inner.end());
   arrange(plan.visits, groups, group);
-  group.keep_over(reshard_of(options).over);
   for (auto* each : groups) {
-    const auto asked = reshard_of(ModuleState::of(*each).options());
-    each->flags().reshard_after_forward = asked.set ? asked.free : each != &group;
+    const auto asked = reshard_of(ModuleState::of(*each).options(), each->mesh());
+    const bool outermost = of_one_call(*each, group);
+    if (outermost) each->keep_over(asked.over);
+    each->flags().reshard_after_forward = asked.set ? asked.free : !outermost;
   }
   const auto context = engine::Context::create(groups, options.mesh);
   for (auto* each : groups) each->place.explicit_backward_prefetch = !ModuleState::of(*each).prefetches_backward;
@@ -227,7 +134,7 @@ std::shared_ptr<ModuleState> make_state(std::vector<std::shared_ptr<torch::nn::M
 std::shared_ptr<ModuleState> find_state(const torch::nn::Module& module) {
   for (const auto& parameter : module.parameters()) {
     for (auto* group = group_of(parameter); group; group = group->place.parent) {
-      if (stands_for(*group, &module)) return ModuleState::of(*group).shared_from_this();
+      if (stands_for(*group, &module)) return ModuleState::of(*group).leader().shared_from_this();
     }
   }
   throw InvalidArgument("libfsdp: fully_shard was not applied to this module (" + module.name() +
@@ -289,11 +196,19 @@ at::Tensor cast_output(const ModuleState& state, const at::Tensor& tensor) {
 namespace fsdp {
 namespace {
 
+/// The groups of the state's own modules, or with those inside of them.
 template <class Fn>
 void for_each_group(module::ModuleState& state, bool recurse, Fn&& fn) {
   for (auto* group : state.context().groups()) {
-    if (group == &state.group() || (recurse && group && group->is_inside(state.group()))) fn(*group);
+    if (!group) continue;
+    if (recurse ? group->is_inside(state.group()) : module::of_one_call(*group, state.group())) fn(*group);
   }
+}
+
+/// As above, for what ranks must have alike.
+template <class Fn>
+void configure(module::ModuleState& state, bool recurse, Fn&& fn) {
+  for_each_group(state, recurse, fn);
   state.context().note_config_change();
 }
 
@@ -305,7 +220,7 @@ std::vector<engine::ParamGroup*> groups_of(module::ModuleState& state, const std
       throw InvalidArgument("libfsdp: group '" + group.name() + "' is not part of the same model as '" +
                             state.group().name() + "', so it cannot be prefetched by it");
     }
-    groups.push_back(&group);
+    for_each_group(*each.state(), false, [&](auto& one) { groups.push_back(&one); });
   }
   return groups;
 }
@@ -320,80 +235,80 @@ std::string megabytes(int64_t bytes) {
 }  // namespace
 
 void UnshardHandle::wait() {
-  if (state_) state_->context().unshard(state_->group(), true);
+  if (state_) for_each_group(*state_, false, [&](auto& group) { state_->context().unshard(group, true); });
   state_.reset();
 }
 
 UnshardHandle FSDPModuleBase::unshard(bool async_op) {
   if (state_->group().params().empty()) return {};
-  state_->context().unshard(state_->group(), !async_op);
+  for_each_group(*state_, false, [&](auto& group) { state_->context().unshard(group, !async_op); });
   return async_op ? UnshardHandle(state_) : UnshardHandle();
 }
 
-void FSDPModuleBase::reshard() { state_->context().reshard(state_->group()); }
+void FSDPModuleBase::reshard() {
+  for_each_group(*state_, false, [&](auto& group) { state_->context().reshard(group); });
+}
 
 void FSDPModuleBase::set_requires_gradient_sync(bool requires_sync, bool recurse) {
-  for_each_group(*state_, recurse, [&](auto& group) { group.flags().sync_gradients = requires_sync; });
+  configure(*state_, recurse, [&](auto& group) { group.flags().sync_gradients = requires_sync; });
 }
 
 void FSDPModuleBase::set_requires_all_reduce(bool requires_all_reduce, bool recurse) {
-  for_each_group(*state_, recurse, [&](auto& group) { group.flags().all_reduce_gradients = requires_all_reduce; });
+  configure(*state_, recurse, [&](auto& group) { group.flags().all_reduce_gradients = requires_all_reduce; });
 }
 
 // Gradients are handed out when each backward ends, last or not: there is nothing to leave in flight between two.
 void FSDPModuleBase::set_is_last_backward(bool) {}
 
 void FSDPModuleBase::set_reshard_after_forward(bool reshard, bool recurse) {
-  for_each_group(*state_, recurse, [&](auto& group) {
+  configure(*state_, recurse, [&](auto& group) {
     group.flags().reshard_after_forward = reshard;
     group.keep_over(0);
   });
 }
 
 void FSDPModuleBase::set_reshard_after_backward(bool reshard, bool recurse) {
-  for_each_group(*state_, recurse, [&](auto& group) { group.flags().reshard_after_backward = reshard; });
+  configure(*state_, recurse, [&](auto& group) { group.flags().reshard_after_backward = reshard; });
 }
 
 void FSDPModuleBase::set_modules_to_forward_prefetch(const std::vector<FSDPModuleBase>& modules) {
-  auto& place = state_->group().place;
-  place.forward_prefetch = groups_of(*state_, modules);
-  place.explicit_forward_prefetch = true;
-  state_->context().note_config_change();
+  const auto groups = groups_of(*state_, modules);
+  configure(*state_, false, [&](auto& group) {
+    group.place.forward_prefetch = groups;
+    group.place.explicit_forward_prefetch = true;
+  });
 }
 
 void FSDPModuleBase::set_modules_to_backward_prefetch(const std::vector<FSDPModuleBase>& modules) {
-  auto& place = state_->group().place;
-  place.backward_prefetch = groups_of(*state_, modules);
-  place.explicit_backward_prefetch = true;
-  state_->context().note_config_change();
+  const auto groups = groups_of(*state_, modules);
+  configure(*state_, false, [&](auto& group) {
+    group.place.backward_prefetch = groups;
+    group.place.explicit_backward_prefetch = true;
+  });
 }
 
 void FSDPModuleBase::set_gradient_divide_factor(double factor) {
   if (!(factor > 0)) {
     throw InvalidArgument("libfsdp: the gradient divide factor must be positive, got " + std::to_string(factor));
   }
-  for_each_group(*state_, true, [&](auto& group) { group.flags().divide_factor = factor; });
+  configure(*state_, true, [&](auto& group) { group.flags().divide_factor = factor; });
 }
 
 void FSDPModuleBase::set_symm_mem_for_comm() {
-  state_->group().share_memory();
-  state_->context().note_config_change();
+  configure(*state_, false, [](auto& group) { group.share_memory(); });
 }
 
 void FSDPModuleBase::set_custom_all_gather(std::shared_ptr<CustomAllGather> gather) {
-  state_->group().set_custom_gather(std::move(gather));
-  state_->context().note_config_change();
+  configure(*state_, false, [&](auto& group) { group.set_custom_gather(gather); });
 }
 
 void FSDPModuleBase::set_custom_reduce_scatter(std::shared_ptr<CustomReduceScatter> reduce) {
-  state_->group().set_custom_reduce(std::move(reduce));
-  state_->context().note_config_change();
+  configure(*state_, false, [&](auto& group) { group.set_custom_reduce(reduce); });
 }
 
 void FSDPModuleBase::set_all_reduce_hook(std::function<void(const at::Tensor&)> hook,
                                          std::optional<c10::Stream> stream) {
-  state_->group().set_all_reduce_hook(std::move(hook), stream);
-  state_->context().note_config_change();
+  configure(*state_, false, [&](auto& group) { group.set_all_reduce_hook(hook, stream); });
 }
 
 void FSDPModuleBase::set_post_optim_event(std::shared_ptr<const c10::Event> event) {
@@ -405,17 +320,20 @@ void FSDPModuleBase::set_reduce_scatter_max_input_buffers(int64_t max_input_buff
     throw InvalidArgument(c10::str("libfsdp: max_input_buffers is ", max_input_buffers,
                                    "; at least 1 reduction must be allowed to be in flight"));
   }
-  for_each_group(*state_, recurse, [&](auto& group) { group.flags().max_reductions = max_input_buffers; });
+  configure(*state_, recurse, [&](auto& group) { group.flags().max_reductions = max_input_buffers; });
 }
 
 void FSDPModuleBase::set_reduce_scatter_unused_params(bool, bool) {}
 void FSDPModuleBase::set_force_sum_reduction_for_comms(bool) {}
+void FSDPModuleBase::set_unshard_in_backward(bool) {}
 void FSDPModuleBase::set_separate_reduce_scatter_group(bool, bool) {}
 void FSDPModuleBase::set_allocate_memory_from_process_group_for_comm(bool) {
-  constexpr int kCollectives = 3;
-  if ((state_->group().customs() & kCollectives) == 0) return;
-  throw InvalidArgument("libfsdp: group '" + state_->group().name() +
-                        "' has a custom collective, which takes its buffers where it wants");
+  for_each_group(*state_, false, [](auto& group) {
+    constexpr int kCollectives = 3;
+    if ((group.customs() & kCollectives) == 0) return;
+    throw InvalidArgument("libfsdp: group '" + group.name() +
+                          "' has a custom collective, which takes its buffers where it wants");
+  });
 }
 
 void FSDPModuleBase::reset_iter_state() {

@@ -53,11 +53,19 @@ bool stands_for(engine::ParamGroup& group, const torch::nn::Module* module) {
 
 void arrange(const std::vector<Visit>& visits, const std::vector<engine::ParamGroup*>& groups,
              engine::ParamGroup& top) {
-  std::unordered_map<const torch::nn::Module*, engine::ParamGroup*> by_module;
+  std::unordered_map<const torch::nn::Module*, engine::ParamGroup*> by_module;  // leaders, of those of one call
   for (auto* group : groups) {
-    for (const auto* module : ModuleState::of(*group).modules()) by_module[module] = group;
+    group->place.parent = nullptr;
+    auto* leader = &ModuleState::of(*group).leader().group();
+    for (const auto* module : ModuleState::of(*group).modules()) by_module[module] = leader;
   }
-  for (auto* group : groups) group->place.parent = nullptr;
+  const auto place = [&](engine::ParamGroup& leader, const std::string* path, engine::ParamGroup* parent) {
+    for (auto* group : groups) {
+      if (!of_one_call(*group, leader)) continue;
+      if (path) ModuleState::of(*group).set_fqn(*path);
+      if (&leader != &top) group->place.parent = parent;
+    }
+  };
   std::unordered_map<engine::ParamGroup*, bool> placed;
   for (const auto& visit : visits) {
     // Names: the group's, from the first of its modules that is met; its parameters', wherever they are met first.
@@ -69,13 +77,10 @@ void arrange(const std::vector<Visit>& visits, const std::vector<engine::ParamGr
         const auto enclosing = by_module.find(*above);
         if (enclosing != by_module.end() && enclosing->second != group) parent = enclosing->second;
       }
-      if (group == &top) {
-        if (!placed[group]) ModuleState::of(*group).set_fqn(visit.path);
-      } else if (!placed[group]) {
-        ModuleState::of(*group).set_fqn(visit.path);
-        group->place.parent = parent ? parent : &top;
+      if (!placed[group]) {
+        place(*group, &visit.path, parent ? parent : &top);
       } else if (group->place.parent != parent) {
-        group->place.parent = &top;  // its modules lie in several groups: inside none of them but the outermost
+        place(*group, nullptr, &top);  // its modules lie in several groups: inside none of them but the outermost
       }
       placed[group] = true;
     }

@@ -9,6 +9,8 @@
 #include <ATen/ops/zeros.h>
 #include <fsdp/error.h>
 
+#include "engine/context.h"
+#include "mesh/mesh_state.h"
 #include "tensor/facade.h"
 #include "tensor/reduce.h"
 
@@ -39,6 +41,7 @@ at::Tensor clip_grad_norm_(const std::vector<at::Tensor>& parameters, double max
     DeviceMesh mesh;
     std::shared_ptr<comm::Channel> channel;
     std::vector<at::Tensor> parts;
+    DeviceMesh model{};  // the whole model's, where that has more ranks
   };
   std::vector<Held> meshes;
   std::vector<at::Tensor> plain, locals;
@@ -51,7 +54,13 @@ at::Tensor clip_grad_norm_(const std::vector<at::Tensor>& parameters, double max
   };
   for (const auto& parameter : parameters) {
     // A sharded parameter counts on its mesh with or without a gradient: which have one may differ between ranks.
-    if (const auto* tag = tensor::facade_of(parameter)) held_on(*tag->spec);
+    if (const auto* tag = tensor::facade_of(parameter)) {
+      auto& held = held_on(*tag->spec);
+      if (tag->param) {
+        const auto& model = tag->param->group().context().mesh();
+        if (model.size() > held.mesh.size()) held.model = model;
+      }
+    }
     const auto& gradient = parameter.grad();
     if (!gradient.defined()) continue;
     dtype = c10::promoteTypes(dtype, gradient.scalar_type());
@@ -66,9 +75,14 @@ at::Tensor clip_grad_norm_(const std::vector<at::Tensor>& parameters, double max
   std::vector<at::Tensor> totals = plain;
   for (auto& held : meshes) {
     auto mine = held.parts.empty() ? at::zeros({}, wide) : join(held.parts, order.combine());
-    mine = mine.reshape({1});
+    mine = mine.reshape({1}).to(c10::Device(held.mesh.device_type()));
     held.channel->all_reduce(mine, order.combine())->wait();
-    totals.push_back(mine.reshape({}));
+    if (held.model.defined()) {
+      // Ranks outside of the mesh hold parameters of their own, which count as well: all ranks must scale alike.
+      if (order.combine() == comm::ReduceOp::kSum) mine.div_(static_cast<double>(held.mesh.size()));
+      held.model.state()->flat_channel(mesh::Lane::kGather)->all_reduce(mine, order.combine())->wait();
+    }
+    totals.push_back(mine.reshape({}).to(plain.empty() ? mine.device() : plain[0].device()));
   }
   const auto total = totals.empty() ? at::zeros({}, wide) : order.finish(join(totals, order.combine()));
   if (error_if_nonfinite && !std::isfinite(total.item<double>())) {

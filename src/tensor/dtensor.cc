@@ -97,11 +97,11 @@ at::Tensor DTensor::full_tensor() const {
   at::NoGradGuard no_grad;
   const shard::FlatLayout layout(spec.pieces, spec.mesh.shape().back());
   auto channel = spec.channel();
-  const auto mine = facade.local.detach().contiguous().view({-1});
+  const auto mine = spec.for_channel(facade.local.detach().contiguous().view({-1}));
   auto flat = at::empty({layout.segments().total()}, mine.options());
   channel->all_gather(flat, mine, layout.segments())->wait();
   // One slab is whole once gathered: ranks hold consecutive rows.
-  if (spec.pieces.size() == 1 && spec.pieces[0].slabs == 1) return flat.view(spec.sizes);
+  if (spec.pieces.size() == 1 && spec.pieces[0].slabs == 1) return flat.view(spec.sizes).to(facade.local.device());
   auto out = at::empty_like(flat);
   int64_t base = 0;
   for (size_t i = 0; i < spec.pieces.size(); ++i) {
@@ -111,7 +111,7 @@ at::Tensor DTensor::full_tensor() const {
         i, [&](const auto& run) { engine::run_in_array(array, run).copy_(engine::run_in_flat(flat, run)); });
     base += units;
   }
-  return out.view(spec.sizes);
+  return out.view(spec.sizes).to(facade.local.device());
 }
 
 std::ostream& operator<<(std::ostream& out, const DTensor& tensor) {

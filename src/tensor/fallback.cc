@@ -112,6 +112,10 @@ void run_whole(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::j
     const at::Tensor& leaf = param.leaf();
     if (leaf.requires_grad() != tensor.requires_grad()) leaf.set_requires_grad(tensor.requires_grad());
     substituted.push_back({&param, tensor, written});
+    if (leaf.device().type() != tensor.device().type()) {  // offloaded: the operator runs where the leaf is
+      keys = keys.remove_backend(tensor.key_set().highestBackendKey()) |
+             c10::DispatchKeySet(leaf.key_set().highestBackendKey());
+    }
     tensor = leaf;
     return true;
   });

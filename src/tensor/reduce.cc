@@ -29,10 +29,12 @@ at::Tensor all_reduce(const Spec& spec, at::Tensor value, ReduceOp op) {
   value = value.reshape({1}).contiguous();
   // Booleans and half types are joined in a type that every engine reduces exactly.
   const auto dtype = value.scalar_type();
+  const auto device = value.device();
   if (dtype == at::kBool) value = value.to(at::kInt);
   if (dtype == at::kHalf || dtype == at::kBFloat16) value = value.to(at::kFloat);
+  value = spec.for_channel(value);
   spec.channel()->all_reduce(value, op)->wait();
-  return value.to(dtype).reshape({});
+  return value.to(device, dtype).reshape({});
 }
 
 /// The identity of a maximum or minimum, for ranks that hold nothing.

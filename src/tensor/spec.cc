@@ -91,4 +91,8 @@ std::shared_ptr<comm::Channel> Spec::channel() const {
   return mesh.state()->axis_channel(shard_axis(), mesh::Lane::kGather);
 }
 
+at::Tensor Spec::for_channel(const at::Tensor& tensor) const {
+  return tensor.device().type() == mesh.device_type() ? tensor : tensor.to(c10::Device(mesh.device_type()));
+}
+
 }  // namespace fsdp::tensor

@@ -49,6 +49,8 @@ struct Spec {
   bool lies_like(const Spec& other) const;
   /// Where ranks reduce scalars of this tensor.
   std::shared_ptr<comm::Channel> channel() const;
+  /// `tensor` on the device of that channel: parts may be in host memory.
+  at::Tensor for_channel(const at::Tensor& tensor) const;
 
  private:
   void cut_along(int64_t cut);

@@ -15,7 +15,7 @@ generator=$("$cmake" -N -L "$build" >/dev/null && sed -n 's/^CMAKE_GENERATOR:INT
 make_program=$(sed -n 's/^CMAKE_MAKE_PROGRAM:[A-Z]*=//p' "$build/CMakeCache.txt")
 
 echo "== installed: exactly the public headers"
-expected="checkpoint clip_grad custom_comm device_mesh distributed dtensor error export fsdp fully_shard fully_sharded_data_parallel grad_scaler optim version"
+expected="checkpoint clip_grad custom_comm device_mesh distributed dtensor error export fsdp fully_shard fully_sharded_data_parallel grad_scaler optim tensor_extension version"
 installed=$(cd "$prefix/include/fsdp" && echo *.h | sed 's/\.h//g')
 [[ $installed == "$expected" ]] || fail "headers are '$installed', expected '$expected'"
 

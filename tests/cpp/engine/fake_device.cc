@@ -38,6 +38,7 @@ struct Block {
 struct Simulation {
   int64_t current = 0, made = 0;
   std::map<int64_t, Clock> streams;
+  Clock host;
   std::map<const char*, Block> blocks;
   std::vector<Block> freed;
   std::vector<std::string> races;
@@ -139,6 +140,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (event) merge(simulation().streams[on.id()], *static_cast<Clock*>(event));
   }
   bool queryEvent(void*) const override { return true; }
+  void synchronizeStream(const c10::Stream& on) const override {
+    merge(simulation().host, simulation().streams[on.id()]);
+  }
   bool queryStream(const c10::Stream&) const override { return true; }
   void destroyEvent(void* event, c10::DeviceIndex) const noexcept override { delete static_cast<Clock*>(event); }
   void recordDataPtrOnStream(const c10::DataPtr&, const c10::Stream&) const override {
@@ -208,6 +212,7 @@ TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromB
 void reset() { simulation() = Simulation(); }
 const std::vector<std::string>& races() { return simulation().races; }
 int64_t seen(int64_t stream, int64_t of) { return simulation().streams[stream][of]; }
+int64_t waited_for(int64_t stream) { return simulation().host[stream]; }
 void use_stream(int64_t id) { simulation().current = id; }
 
 }  // namespace fsdp::testing::fake_device

@@ -19,6 +19,8 @@ void reset();
 const std::vector<std::string>& races();
 /// How much of the work of stream `of` is done before what comes next on `stream`; seen(s, s) is all of it.
 int64_t seen(int64_t stream, int64_t of);
+/// How much of the work of `stream` the host has waited for.
+int64_t waited_for(int64_t stream);
 /// The stream that this thread's work is on from now on. It begins on 0; streams of the pool count from 1.
 void use_stream(int64_t id);
 

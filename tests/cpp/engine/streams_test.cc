@@ -87,6 +87,7 @@ struct GradSlot : Slot {
 struct Case {
   int ranks;
   bool cast;
+  bool offload = false;
 };
 
 class StreamsTest : public ::testing::TestWithParam<Case> {
@@ -105,8 +106,11 @@ class StreamsTest : public ::testing::TestWithParam<Case> {
     const auto mesh = init_device_mesh(kDevice.type(), {GetParam().ranks});
     DtypePolicy policy;
     if (GetParam().cast) policy.param_dtype = at::kBFloat16;
+    std::optional<Offload> offload;
+    if (GetParam().offload) offload = Offload{kDevice};
     group = std::make_unique<ParamGroup>(
-        "group", std::vector<NamedParam>{{"weight", on_device({4, 3})}, {"bias", on_device({2})}}, mesh, policy);
+        "group", std::vector<NamedParam>{{"weight", on_device({4, 3})}, {"bias", on_device({2})}}, mesh, policy,
+        Layout::kRows, offload);
     for (const auto& param : group->params()) param->set_slot(std::make_unique<GradSlot>());
     context = Context::create({group.get()}, mesh);
   }
@@ -143,6 +147,7 @@ class StreamsTest : public ::testing::TestWithParam<Case> {
   void hand_out() {
     const std::vector<uint8_t> used(group->params().size(), 1);
     group->finish_reduce(used.data());
+    group->finish_offload();
   }
   void optimizer_step() {
     at::NoGradGuard no_grad;
@@ -200,6 +205,35 @@ TEST_P(StreamsTest, EachWaitsForTheOther) {
   }
   hand_out();
   EXPECT_EQ(fake_device::seen(kCompute, kReduce), fake_device::seen(kReduce, kReduce));
+  EXPECT_EQ(fake_device::races(), std::vector<std::string>());
+}
+
+TEST_P(StreamsTest, OffloadedStateIsTheHostsBetweenSteps) {
+  const bool offload = GetParam().offload;
+  for (const auto& param : group->params()) {
+    EXPECT_EQ(param->shard().is_cpu(), offload);
+    EXPECT_EQ(param->leaf().device(), kDevice);
+  }
+  group->begin_gather();
+  const auto read = fake_device::seen(kGather, kGather);
+  group->finish_gather();
+  EXPECT_EQ(fake_device::waited_for(kGather), 0);  // the host goes on
+  if (offload) {
+    EXPECT_GT(read, 0);  // the copy from the host is the gather stream's
+    group->wait_for_reads();
+    EXPECT_GE(fake_device::waited_for(kGather), read);
+  }
+  reduce(GetParam().ranks);
+  const auto before = fake_device::seen(kReduce, kReduce);
+  hand_out();
+  EXPECT_EQ(fake_device::waited_for(kReduce), offload ? fake_device::seen(kReduce, kReduce) : 0);
+  if (offload) {
+    EXPECT_GT(fake_device::waited_for(kReduce), before);  // and the copies to it the reduce stream's
+  }
+  for (const auto& param : group->params()) {
+    EXPECT_EQ(slot(*param).grad.is_cpu(), offload);
+    EXPECT_TRUE(torch::equal(slot(*param).grad.to(at::kCPU), torch::ones_like(slot(*param).grad.to(at::kCPU))));
+  }
   EXPECT_EQ(fake_device::races(), std::vector<std::string>());
 }
 
@@ -277,12 +311,13 @@ TEST_P(StreamsTest, AnEventThatIsTooEarlyIsARace) {
   context->set_optimizer_event(event);
   gather();
   // Alone and without a cast a rank has nothing to do on the gather stream: the shard is read by the copy-out.
-  const bool reads = GetParam().ranks > 1 || GetParam().cast;
+  const bool reads = !GetParam().offload && (GetParam().ranks > 1 || GetParam().cast);
   EXPECT_EQ(!fake_device::races().empty(), reads);
 }
 
 INSTANTIATE_TEST_SUITE_P(Cases, StreamsTest,
-                         ::testing::Values(Case{1, false}, Case{2, false}, Case{1, true}, Case{2, true}));
+                         ::testing::Values(Case{1, false}, Case{2, false}, Case{1, true}, Case{2, true},
+                                           Case{1, false, true}, Case{2, false, true}, Case{2, true, true}));
 
 }  // namespace
 }  // namespace fsdp::engine

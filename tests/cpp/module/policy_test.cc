@@ -109,6 +109,23 @@ TEST_P(PolicyThreads, GradientDivideFactor) {
 }
 
 // Powers of two: the plain run's division by the number of ranks is then exact in bfloat16.
+/// What PyTorch lets its users choose and libfsdp always does.
+TEST_P(PolicyThreads, ControlsOfWhatIsSoAnyway) {
+  auto c = mlp({6, 17, 4}, 2 * ranks());
+  c.configure = [](Handle& model) {
+    for (const bool enable : {true, false}) {
+      model.set_reduce_scatter_unused_params(enable);
+      model.set_force_sum_reduction_for_comms(enable);
+      model.set_separate_reduce_scatter_group(enable);
+      model.set_unshard_in_backward(enable);
+      model.set_allocate_memory_from_process_group_for_comm(enable);
+      model.set_is_last_backward(enable);
+    }
+    share_comm_ctx({model, model});
+  };
+  expect_parity(ranks(), c);
+}
+
 FSDP_ON_RANKS(PolicyThreads, 1, 2, 4);
 
 struct HybridThreads : ::testing::TestWithParam<std::pair<int64_t, int64_t>> {

@@ -1,13 +1,15 @@
 """Losses, gradients and parameters against the unsharded model and, where it can, torch's FSDP2 side by side."""
 
 import copy
+import sys
+from unittest import mock
 
 import pytest
 import torch
 from torch.distributed._composable import replicate
 from torch.distributed.tensor import DTensor
 
-from libfsdp import CPUOffloadPolicy, fully_shard
+from libfsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from models import MODELS, WIDTH, Stack, batches, loss_of, make
 from parity import assert_close, compare, shard_blocks
 from ranks import on_ranks
@@ -80,6 +82,25 @@ def test_state_offloaded_to_the_cpu(rank, world, pin_memory):
     model = compare(Stack(), rank, world, beside_torch=False,
                     shard=lambda model, fully_shard: shard_blocks(model, fully_shard, offload_policy=policy))
     assert all(param.to_local().device.type == "cpu" for param in model.parameters())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
+def test_state_offloaded_where_it_need_not_be(rank, world, param_dtype):
+    """The copies that a device needs, between host memory and itself: on a CPU they change nothing."""
+    tolerance = {} if param_dtype is None else {"rtol": 3e-2, "atol": 3e-2}
+    policy = MixedPrecisionPolicy(param_dtype, torch.float32)
+    with mock.patch.object(sys.modules["libfsdp._fully_shard"], "_offload", lambda policy, device: (device, False)):
+        model = compare(Stack(), rank, world, beside_torch=param_dtype is None, **tolerance,
+                        shard=lambda model, fully_shard: shard_blocks(model, fully_shard, mp_policy=policy))
+    with pytest.raises(NotImplementedError, match="an offload policy"):
+        model.set_symm_mem_for_comm()
+    before = {name: param.full_tensor() for name, param in model.named_parameters()}
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    model.to(torch.float64)  # makes the group anew
+    loss_of(model(batches(world, 0)[rank].double())).backward()
+    for name, param in model.named_parameters():
+        assert param.grad.dtype == torch.float64 and torch.equal(param.full_tensor(), before[name].double())
 
 
 @on_ranks(2)

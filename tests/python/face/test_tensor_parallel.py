@@ -233,6 +233,7 @@ def test_axes_of_the_full_mesh(rank, world):
 @pytest.mark.parametrize("dims, shape, placements", [
     (DataParallelMeshDims(shard=("a", "b")), (4, 1), (Shard(0),)),
     (DataParallelMeshDims(shard="b", replicate="a"), (2, 2, 1), (Replicate(), Shard(0))),
+    (DataParallelMeshDims(replicate=("a", "b")), (2, 2, 1), (Replicate(), Replicate())),
 ])
 def test_several_data_axes(rank, world, dims, shape, placements):
     torch.manual_seed(0)
@@ -247,3 +248,31 @@ def test_several_data_axes(rank, world, dims, shape, placements):
         assert param.placements[:-1] == placements and tuple(param.device_mesh.shape) == shape, name
         assert_close(param, expected, name)
         assert_close(param.grad, expected.grad, f"gradient of {name}")
+
+
+@on_ranks(4)
+def test_replicas_alone(rank, world):
+    """Without a shard axis: as torch's shows it, whole on every rank, with averaged gradients."""
+    torch.manual_seed(0)
+    plain = Stack()
+    mesh = mesh_of(replicas=2, parts=2)
+    dims = DataParallelMeshDims(replicate="replicas")
+    inputs = batches(2, 0)
+    x = DTensor.from_local(inputs[mesh["replicas"].get_local_rank()], mesh, [Shard(0), Replicate()])
+    sides = [sharded(distributed(copy.deepcopy(plain), mesh, [Replicate()]), shard, mesh, dp_mesh_dims=dims)
+             for shard in (fully_shard, torch_fully_shard)]
+    model, torchs = sides
+    for (name, param), other in zip(model.named_parameters(), torchs.parameters()):
+        assert param.placements == other.placements and param.device_mesh == other.device_mesh, name
+        assert torch.equal(param.to_local(), other.to_local()), name
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
+    for _ in range(3):
+        model(x).sum().backward()
+        (sum(plain(each).sum() for each in inputs) / 2).backward()
+        for (name, param), expected in zip(model.named_parameters(), plain.parameters()):
+            assert_close(param.grad, expected.grad, f"gradient of {name}")
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    with pytest.raises(NotImplementedError, match="is not sharded"):
+        model.set_custom_all_gather(object())
