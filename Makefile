@@ -128,9 +128,8 @@ cuda: tools $(CUDA)/.complete ## compile against the CUDA build of torch 2.14.1,
 	@cmake --preset cuda -DPython3_EXECUTABLE=$(CUDA)/bin/python --log-level=NOTICE
 	@ninja -C build/cuda -j$(JOBS)
 
-gpu-check: ## the tests that need a GPU, on those of this machine; says so where there is none
-	@if scripts/has_gpu.sh; then $(MAKE) --no-print-directory cuda && \
-	  PYTHONPATH=$(CURDIR)/build/cuda/python $(CUDA)/bin/python -m pytest -q tests/gpu $(ARGS); \
+gpu-check: ## the tests that need a GPU, on those of this machine, and the host's cost; says so where there is none
+	@if scripts/has_gpu.sh; then $(MAKE) --no-print-directory cuda && scripts/gpu_check.sh $(CUDA)/bin/python build/cuda $(ARGS); \
 	else echo "[gpu-check] no GPU here: nothing was run"; fi
 
 check: build/.system-packages ## format and layer checks alone

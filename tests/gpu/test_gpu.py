@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 
-from libfsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from libfsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 WORLDS = [world for world in (1, 2, 4) if world <= torch.cuda.device_count()]
 
@@ -26,12 +26,14 @@ def batch(rank, step):
     return torch.randn(8, 96, device="cuda")
 
 
-def train(rank, world, policy, tolerance):
+def train(rank, world, policy, tolerance, offload):
     plain = model()
     sharded = copy.deepcopy(plain)
+    options = {"mp_policy": policy, "offload_policy": offload}
     for block in sharded:
-        fully_shard(block, mp_policy=policy)
-    fully_shard(sharded, mp_policy=policy)
+        fully_shard(block, **options)
+    fully_shard(sharded, **options)
+    state_on = "cpu" if isinstance(offload, CPUOffloadPolicy) else "cuda"
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-3) for m in (plain, sharded)]
     for step in range(4):
         losses = [plain(batch(r, step)).square().mean() for r in range(world)]
@@ -40,17 +42,19 @@ def train(rank, world, policy, tolerance):
         loss.backward()
         torch.testing.assert_close(loss.float(), losses[rank], **tolerance)
         for (name, expected), param in zip(plain.named_parameters(), sharded.parameters()):
-            torch.testing.assert_close(param.grad.full_tensor(), expected.grad, **tolerance, msg=name)
+            assert param.to_local().device.type == param.grad.to_local().device.type == state_on, name
+            whole = param.grad.full_tensor().cuda()
+            torch.testing.assert_close(whole, expected.grad, **tolerance, msg=lambda text: f"{name}: {text}")
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
 
 
-def rank_main(rank, world, port, policy, tolerance):
+def rank_main(rank, world, port, *case):
     torch.cuda.set_device(rank)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("cpu:gloo,cuda:nccl", rank=rank, world_size=world)
-    train(rank, world, policy, tolerance)
+    train(rank, world, *case)
     dist.destroy_process_group()
 
 
@@ -61,15 +65,14 @@ POLICIES = {
 }
 
 
+OFFLOADS = {"on_device": OffloadPolicy(), "pinned": CPUOffloadPolicy(), "pageable": CPUOffloadPolicy(pin_memory=False)}
+
+
+@pytest.mark.parametrize("offload", OFFLOADS)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("world", WORLDS)
-def test_trains_as_the_unsharded_model(world, policy):
+def test_trains_as_the_unsharded_model(world, policy, offload):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    mp.spawn(rank_main, args=(world, port, *POLICIES[policy]), nprocs=world)
-
-
-def test_offloading_is_refused_by_name():
-    with pytest.raises(NotImplementedError, match="CPUOffloadPolicy"):
-        fully_shard(nn.Linear(4, 4).cuda(), offload_policy=CPUOffloadPolicy())
+    mp.spawn(rank_main, args=(world, port, *POLICIES[policy], OFFLOADS[offload]), nprocs=world)
