@@ -80,22 +80,8 @@ char* bytes_of(const at::Tensor& tensor) { return static_cast<char*>(tensor.data
 /// The channels below, and the thread that runs collectives on them.
 class HostsChannel::State {
  public:
-  /// Left alone in a process that was forked from the rank's: the thread is not there.
-  template <class... Args>
-  static std::shared_ptr<State> make(Args&&... args) {
-    return {new State(std::forward<Args>(args)...), [owner = ::getpid()](State* state) {
-              if (::getpid() == owner) delete state;
-            }};
-  }
-
   State(std::string engine, const Rendezvous& rendezvous, Hosts hosts, std::shared_ptr<Channel> within,
-        std::shared_ptr<Channel> across)
-      : origin{std::move(engine), rendezvous.name, rendezvous.rank, rendezvous.size, rendezvous.timeout},
-        hosts(std::move(hosts)),
-        within_(std::move(within)),
-        across_(std::move(across)),
-        thread_([this] { run(); }) {}
-
+        std::shared_ptr<Channel> across);
   /// No Pending is left by now, so no job is.
   ~State() {
     {
@@ -221,6 +207,15 @@ class HostsChannel::State {
   std::thread thread_;
 };
 
+// Not inline: what std::thread makes of the lambda would be a symbol of the library's then.
+HostsChannel::State::State(std::string engine, const Rendezvous& rendezvous, Hosts hosts,
+                           std::shared_ptr<Channel> within, std::shared_ptr<Channel> across)
+    : origin{std::move(engine), rendezvous.name, rendezvous.rank, rendezvous.size, rendezvous.timeout},
+      hosts(std::move(hosts)),
+      within_(std::move(within)),
+      across_(std::move(across)),
+      thread_([this] { run(); }) {}
+
 namespace {
 
 class JobPending final : public Pending {
@@ -265,7 +260,11 @@ std::unique_ptr<Pending> start(const std::shared_ptr<HostsChannel::State>& state
 
 HostsChannel::HostsChannel(std::string engine, const Rendezvous& rendezvous, Hosts hosts,
                            std::shared_ptr<Channel> within, std::shared_ptr<Channel> across)
-    : state_(State::make(std::move(engine), rendezvous, std::move(hosts), std::move(within), std::move(across))) {}
+    : state_(new State(std::move(engine), rendezvous, std::move(hosts), std::move(within), std::move(across)),
+             // Left alone in a process that was forked from the rank's: the thread is not there.
+             [owner = ::getpid()](State* state) {
+               if (::getpid() == owner) delete state;
+             }) {}
 
 int HostsChannel::rank() const { return state_->origin.rank; }
 int HostsChannel::size() const { return state_->origin.size; }

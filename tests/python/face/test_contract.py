@@ -141,18 +141,6 @@ def test_what_torch_refuses_is_refused_alike():
 
 
 @on_ranks(2)
-def test_what_is_missing_says_so():
-    missing = [
-        lambda: fully_shard(
-            nn.Linear(4, 4), mesh=torch.distributed.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)),
-            dp_mesh_dims=libfsdp.DataParallelMeshDims(replicate="dp")),
-    ]
-    for call in missing:
-        with pytest.raises(NotImplementedError, match="libfsdp"):
-            call()
-
-
-@on_ranks(2)
 def test_a_parameter_shared_across_groups_is_refused():
     a, b = nn.Linear(4, 4), nn.Linear(4, 4)
     b.weight = a.weight
