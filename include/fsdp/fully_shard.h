@@ -36,8 +36,9 @@ struct MixedPrecisionPolicy {
 };
 
 /// Sharded parameters, their gradients and optimizer states are in host memory: gathers copy from there to the mesh's
-/// device, reductions end with a copy back, and the optimizer steps on the host. They always are where the mesh's
-/// device is the CPU, and nothing changes there.
+/// device, reductions end with a copy back, and the optimizer steps on the host. A parameter's device() is the CPU, in
+/// forward too, where operators compute on the mesh's device all the same. They always are in host memory where the
+/// mesh's device is the CPU, and nothing changes there.
 struct CPUOffloadPolicy {
   /// The host memory is page-locked, so that copies run beside the host's work and the device's.
   bool pin_memory = true;
