@@ -11,7 +11,7 @@ def measure(bench):
     section = {"ranks": RANKS, "optimizer": "AdamW", "steps": STEPS, "width": width, "blocks": layers, "sides": {}}
     for side in filter(bench.has, NAMES):
         ranks = 1 if side.endswith("plain") else RANKS
-        with bench.start(side, ranks=ranks, label=".memory", flags=["--adamw"], **config) as group:
+        with bench.start(side, ranks=ranks, label=".memory", flags=["--adamw", "default"], **config) as group:
             group.ask("round", 0, STEPS)
             replies = group.ask("memory")
             section["parameters"] = max(section.get("parameters", 0), group.ready[0]["parameters"])

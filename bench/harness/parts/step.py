@@ -18,10 +18,10 @@ class Case:
     steps: int  # in a round
     ranks: int = 2
     adamw: bool = False  # a fused one, in the timed part
-    rounds: int = 5
+    rounds: int = 3
 
 
-CASES = [Case(64, 8, 2, 20, rounds=7), Case(512, 8, 2, 6, rounds=7), Case(1024, 4, 4, 4, rounds=7),
+CASES = [Case(64, 8, 2, 20, rounds=5), Case(512, 8, 2, 6, rounds=5), Case(1024, 4, 4, 4, rounds=5),
          Case(512, 8, 2, 6, adamw=True), Case(1024, 4, 4, 4, adamw=True),
          Case(64, 8, 2, 20, ranks=4), Case(512, 8, 2, 6, ranks=4), Case(1024, 4, 4, 4, ranks=4)]
 QUICK_CASES = [Case(64, 2, 2, 2, rounds=1), Case(64, 2, 2, 2, adamw=True, rounds=1)]
