@@ -1,6 +1,7 @@
 """What every part needs: where the programs are, how long to measure, and how a side is started."""
 
 import contextlib
+import functools
 import os
 import shutil
 import subprocess
@@ -32,6 +33,7 @@ SIDES = {
 MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe"]
 
 
+@functools.cache
 def has_mpi(program):
     linked = subprocess.run(["ldd", program], capture_output=True, text=True).stdout
     libraries = [line.split()[2] for line in linked.splitlines() if "libfsdp" in line]

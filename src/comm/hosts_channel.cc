@@ -19,6 +19,7 @@
 
 #include "comm/origin.h"
 #include "comm/solo_channel.h"
+#include "shard/layout.h"
 
 namespace fsdp::comm {
 
@@ -301,9 +302,9 @@ std::unique_ptr<Pending> HostsChannel::reduce_scatter(const at::Tensor& out, con
   return start(state_, "reduce_scatter", in, [&state, out, in, segments] {
     const auto& hosts = state.hosts;
     const int ranks = hosts.ranks(hosts.mine), here = state.origin.rank - hosts.first[hosts.mine];
-    const int64_t width = out.element_size(), total = segments.total(), each = (total + ranks - 1) / ranks;
+    const int64_t width = out.element_size(), total = segments.total();
     std::vector<int64_t> lengths;
-    for (int64_t begin = 0; begin < total; begin += each) lengths.push_back(std::min(each, total - begin));
+    for (int rank = 0; rank < ranks; ++rank) lengths.push_back(shard::rows_of_rank(total, ranks, rank).size());
     const shard::Segments parts(ranks, lengths);
     const auto part = state.shared_like(in, parts.length(here));
     state.within().reduce_scatter(part, in, parts)->wait();
