@@ -324,14 +324,22 @@ FSDP_PROCESS_BODY(refuses_over_gloo) {
   destroy_process_group();
 }
 
-/// This process's share of the memory that it holds, in bytes: what several map counts once in all.
+/// This process's share of the memory that it has written or shares with its peers, in bytes: what several map counts
+/// once in all. Without its share of the libraries, which falls whenever any other program of the machine loads them.
 double pss() {
   ::malloc_trim(0);
   std::ifstream rollup("/proc/self/smaps_rollup");
+  double bytes = 0;
+  int found = 0;
   for (std::string line; std::getline(rollup, line);) {
-    if (line.rfind("Pss:", 0) == 0) return std::stod(line.substr(4)) * 1024;
+    for (const std::string kind : {"Pss_Anon:", "Pss_Shmem:"}) {
+      if (line.rfind(kind, 0) != 0) continue;
+      bytes += std::stod(line.substr(kind.size())) * 1024;
+      ++found;
+    }
   }
-  throw std::runtime_error("no Pss in smaps_rollup");
+  if (found != 2) throw std::runtime_error("smaps_rollup lacks Pss_Anon or Pss_Shmem (Linux 5.9 has them)");
+  return bytes;
 }
 
 // What all ranks together hold of a model whose parameters stay whole after forward, over the size of one copy of them.

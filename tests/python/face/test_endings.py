@@ -97,7 +97,8 @@ def test_an_exception_in_backward(rank, world, where):
 
 
 TRAINS_FOR_EVER = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background inherits that it is ignored
 sys.path.insert(0, sys.argv[1])
 import torch, torch.distributed as dist
 from libfsdp import fully_shard
