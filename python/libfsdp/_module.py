@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 from torch.distributed.fsdp._fully_shard import _fully_shard as torch_face
 
+from ._emptied import EmptiedBuffers
 from ._state import FSDPState, state_of
 
 
@@ -80,6 +81,13 @@ class FSDPModule(TorchFSDPModule):
         # Past torch's class: it would ask its own state.
         result = super(TorchFSDPModule, self)._apply(fn, recurse)
         state.adopt()
+        return result
+
+    def to_empty(self, *, device: str | int | torch.device | None, recurse: bool = True) -> Any:
+        """As torch's. A buffer that nobody fills afterwards makes the next forward raise RuntimeError with its name: a
+        state dict has none of those that are not persistent."""
+        result = super(TorchFSDPModule, self).to_empty(device=device, recurse=recurse)
+        self._get_fsdp_state().emptied = EmptiedBuffers(self, recurse)
         return result
 
     # --- an iteration -----------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp._common_utils import FSDP_WRAPPED_MODULE
 
 from . import _C
+from ._emptied import EmptiedBuffers
 from ._extension import Extension, is_extended, runs_operators
 from ._tensors import cast_floating, tensors_in
 from ._whole_dtensor import WholeDTensor
@@ -89,6 +90,7 @@ class FSDPState:
         self._outermost = False
         self._prefetch: dict[bool, list[weakref.ref[FSDPState]]] = {}  # by whether it is for backward
         self._post_optim_event: torch.Event | None = None
+        self.emptied: EmptiedBuffers | None = None  # by to_empty(), since the last forward
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -202,6 +204,14 @@ class FSDPState:
                 f"on meta device: {missing}. Call module.to_empty(device=...), then initialise or load them"
             )
 
+    def _check_buffers(self, emptied: EmptiedBuffers) -> None:
+        unfilled = emptied.unfilled()
+        if unfilled:
+            raise RuntimeError(
+                f"libfsdp: to_empty() gave buffers {unfilled} memory, and nothing has given them values since. A state "
+                "dict does not hold a buffer that is not persistent: compute it anew, in place or as a new tensor"
+            )
+
     def _extend(self) -> None:
         """Lets local tensors that have the hooks for it say what is gathered of them. Collective where there are."""
         extensions = []
@@ -246,6 +256,9 @@ class FSDPState:
             self.arrange()
         elif self._outermost and not self.group.busy and not self.group.adopt():
             self._adopt_own()  # entering looks at the groups inside alone
+        if self.emptied is not None:
+            self._check_buffers(self.emptied)
+            self.emptied = None
         if self._post_optim_event is not None:
             self._post_optim_event.synchronize()
             self._post_optim_event = None

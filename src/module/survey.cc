@@ -106,6 +106,17 @@ void extend(NewParam& param, const DeviceMesh& mesh, const FullyShardOptions& op
   }
 }
 
+/// A state dict holds buffers too, but only where somebody registered them to be saved: here nobody could tell which
+/// were given values.
+template <class Wrong>
+void check_buffers(const Visit& visit, Wrong&& wrong) {
+  for (const auto& item : visit.module->named_buffers(/*recurse=*/false)) {
+    if (!item.value().defined() || !item.value().is_meta()) continue;
+    wrong("buffer '" + dotted(visit, item.key()) +
+          "' is on meta, where it has no values; make it on the mesh's device before sharding");
+  }
+}
+
 std::string described(const NewParam& param, const DeviceMesh& mesh, const FullyShardOptions& options) {
   const auto& tensor = param.named.tensor;
   std::ostringstream line;
@@ -158,6 +169,7 @@ Survey survey(const std::vector<std::shared_ptr<torch::nn::Module>>& modules, co
   for (const auto& tensor : options.ignored_params) ignored.insert(tensor.unsafeGetTensorImpl());
   result.groups.push_back({options.mesh, {}});
   for (const auto& visit : result.visits) {
+    check_buffers(visit, wrong);
     for (const auto& item : visit.module->named_parameters(/*recurse=*/false)) {
       const auto& tensor = item.value();
       const auto name = dotted(visit, item.key());

@@ -127,6 +127,24 @@ TEST(BadInputThreads, ParametersOnAnotherDevice) {
   EXPECT_NE(errors[0].find("rank 1"), std::string::npos) << errors[0];
 }
 
+// A buffer on the meta device has no values, and a state dict need not hold it. PyTorch's gives it memory and trains on
+// what lies there.
+TEST(BadInputThreads, Row12BufferOnMeta) {
+  struct CountedImpl : torch::nn::Module {
+    CountedImpl() {
+      linear = register_module("linear", torch::nn::Linear(4, 4));
+      count = register_buffer("count", at::arange(4).to(at::kMeta));
+    }
+    at::Tensor forward(const at::Tensor& x) { return linear(x) + count; }
+    torch::nn::Linear linear{nullptr};
+    at::Tensor count;
+  };
+  const auto model = [] { return torch::nn::Sequential(std::make_shared<CountedImpl>()); };
+  expect_every_rank_says(errors_of(2, [&](int) { fully_shard(model()); }), {"buffer '0.count'", "meta"});
+  expect_every_rank_says(errors_of(2, [&](int) { FullyShardedDataParallel<torch::nn::Sequential> wrapped(model()); }),
+                         {"buffer '0.count'", "meta"});
+}
+
 // Nothing is changed by a fully_shard that is refused: the model trains plain, and can be sharded rightly after.
 TEST(BadInputThreads, ARefusalChangesNothing) {
   run_ranks(2, [](int rank) {

@@ -141,6 +141,63 @@ def test_meta_device_with_parameters_made_from_others():
     torch.testing.assert_close(model(torch.ones(1, 3)), torch.full((1, 3), 3 * 3 ** 0.5))
 
 
+class Tables(nn.Module):
+    """Buffers that a state dict has none of, but one."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.fill()
+
+    def fill(self):
+        self.register_buffer("count", torch.arange(4), persistent=False)
+        self.register_buffer("scale", torch.full((4,), 2.0), persistent=False)
+        self.register_buffer("mask", torch.ones(4, dtype=torch.bool), persistent=False)
+        self.register_buffer("kept", torch.tensor([3.0]))
+
+    def forward(self, x):
+        return self.linear(x) * self.scale * self.mask * self.kept + self.count
+
+
+@on_ranks(2)
+def test_buffers_that_nobody_fills(rank, world):
+    """cases.md, row 12: what a state dict does not hold is asked for by name, and never read as it lies in memory."""
+    def emptied(shard_inner=True):
+        with torch.device("meta"):
+            model = nn.Sequential(Tables(), nn.Linear(4, 4))
+        if shard_inner:
+            fully_shard(model[0])
+        fully_shard(model)
+        model.to_empty(device="cpu")
+        mesh = model[1].weight.device_mesh
+        model.load_state_dict({
+            name: distribute_tensor(value, mesh, model.get_parameter(name).placements) if "kept" not in name else value
+            for name, value in source.state_dict().items()
+        })
+        return model
+
+    torch.manual_seed(0)
+    source = nn.Sequential(Tables(), nn.Linear(4, 4))
+    x = torch.ones(2, 4)
+    for shard_inner in (True, False):
+        model = emptied(shard_inner)
+        with pytest.raises(RuntimeError, match=r"\['0.count', '0.scale', '0.mask'\]"):
+            model(x)
+        model[0].count.data.copy_(torch.arange(4))
+        model[0].scale = torch.full((4,), 2.0)
+        with pytest.raises(RuntimeError, match=r"\['0.mask'\]"):
+            model(x)
+        model[0].mask.fill_(True)
+        torch.testing.assert_close(model(x), source(x))
+    model = emptied()
+    model[0].fill()
+    model.load_state_dict({"0.kept": source[0].kept}, strict=False)
+    torch.testing.assert_close(model(x), source(x))
+    model.to_empty(device="cpu")  # in the middle of training, to begin anew
+    with pytest.raises(RuntimeError, match=r"\['0.count', '0.scale', '0.mask', '0.kept'\]"):
+        model(x)
+
+
 @on_ranks(2)
 def test_meta_device_with_several_modules_in_a_group(rank, world):
     def shard(model):
