@@ -32,11 +32,14 @@ void Context::ensure_backward(int task) {
   for (auto* group : groups_) {
     if (!group) continue;
     group->update_membership();
-    flags[param_count_ + static_cast<size_t>(group->place.id)] = group->place.touched;
+    flags[place_of(GroupFlag::kUsed, *group)] = group->place.touched;
+    flags[place_of(GroupFlag::kOpened, *group)] = std::exchange(group->place.opened, false);
     for (const auto& param : group->params()) base::mix(salt, param->wants_gradient());
     base::mix(salt, group->flags().sync_gradients);
   }
   flags = begin_phase(Phase::kBackward, Step::kBackward, salt, flags);
+  const auto needed = [&](int id) { return opened_anywhere(flags, id); };
+  for (const auto key : std::exchange(forwards_, {})) schedule_.spare(key, needed);
 
   // Gradients are complete in the reverse of the order in which groups were first used: the one order of reductions.
   // Groups that are opened in place come in the order of the model: ranks do not tell each other what they open.
@@ -48,9 +51,10 @@ void Context::ensure_backward(int task) {
   bounded_ = !uneven_;
   for (auto id = order_.rbegin(); id != order_.rend(); ++id) {
     auto* group = group_at(*id);
-    const bool touched = flags[param_count_ + static_cast<size_t>(*id)];
-    if (group && touched != group->place.touched) bounded_ = false;
-    if (group && touched && group->flags().sync_gradients && group->has_members()) to_reduce_.push_back(group);
+    if (!group) continue;
+    const bool touched = flags[place_of(GroupFlag::kUsed, *group)];
+    if (touched != group->place.touched) bounded_ = false;
+    if (touched && group->flags().sync_gradients && group->has_members()) to_reduce_.push_back(group);
   }
   // Where gradients were missing to the end last time (an output that the loss does not use), others must not wait.
   std::stable_partition(to_reduce_.begin(), to_reduce_.end(), [](const auto* group) { return !group->place.slow; });
@@ -139,24 +143,26 @@ void Context::finish_backward() {
     ahead_.clear();
 
     auto flags = no_flags();
-    const size_t groups_at = param_count_, late_at = groups_at + groups_.size(), slow_at = late_at + groups_.size();
     for (auto* group : groups_) {
-      if (!group || !group->flags().sync_gradients) continue;
+      if (!group) continue;
+      flags[place_of(GroupFlag::kOpened, *group)] = std::exchange(group->place.opened, false);
+      if (!group->flags().sync_gradients) continue;
       const auto first = static_cast<size_t>(group->place.first_param), n = group->params().size();
       std::copy_n(used_.begin() + static_cast<int64_t>(first), n, flags.begin() + static_cast<int64_t>(first));
-      flags[groups_at + static_cast<size_t>(group->place.id)] = group->place.issued;
-      flags[late_at + static_cast<size_t>(group->place.id)] = group->place.late;
-      flags[slow_at + static_cast<size_t>(group->place.id)] = !ready_to_reduce(*group);
+      flags[place_of(GroupFlag::kUsed, *group)] = group->place.issued;
+      flags[place_of(GroupFlag::kLate, *group)] = group->place.late;
+      flags[place_of(GroupFlag::kSlow, *group)] = !ready_to_reduce(*group);
     }
     if (!meet({Step::kBackwardEnd}, flags)) throw InvariantError("libfsdp: tickets without keys differ");
     bounded_ = true;  // from here on all ranks issue the same
+    schedule_.spare(schedule_.key(), [&](int id) { return opened_anywhere(flags, id); });
     for (auto* group : groups_) {
-      if (group) group->place.slow = flags[slow_at + static_cast<size_t>(group->place.id)];
+      if (group) group->place.slow = flags[place_of(GroupFlag::kSlow, *group)];
     }
 
     const auto anywhere = [&](const ParamGroup& group) {
       const auto* used = flags.data() + group.place.first_param;
-      return flags[groups_at + static_cast<size_t>(group.place.id)] ||
+      return flags[place_of(GroupFlag::kUsed, group)] ||
              std::any_of(used, used + group.params().size(), [](uint8_t flag) { return flag != 0; });
     };
     for (; next_reduce_ < to_reduce_.size(); ++next_reduce_) {
@@ -173,7 +179,7 @@ void Context::finish_backward() {
       issue_reduce(*group);
     }
     for (auto* group : groups_) {
-      if (group && flags[late_at + static_cast<size_t>(group->place.id)]) issue_reduce(*group);
+      if (group && flags[place_of(GroupFlag::kLate, *group)]) issue_reduce(*group);
     }
     for (auto* group : reducing_) group->finish_reduce(flags.data() + group->place.first_param);
     for (auto* group : reducing_) group->finish_offload();

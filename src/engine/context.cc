@@ -63,10 +63,9 @@ std::shared_ptr<Context> Context::create(const std::vector<ParamGroup*>& groups,
     self.param_count_ += group->params().size();
     self.groups_.push_back(group);
   }
-  // Flags of an exchange: used (a parameter), touched or issued (a group), late (a group), slow (a group).
-  self.flag_count_ = self.param_count_ + 3 * self.groups_.size();
   self.used_.assign(self.param_count_, 0);
-  self.agreement_ = std::make_unique<Agreement>(mesh.state()->flat_channel(mesh::Lane::kGather), self.flag_count_);
+  self.agreement_ =
+      std::make_unique<Agreement>(mesh.state()->flat_channel(mesh::Lane::kGather), self.no_flags().size());
   self.note_config_change();
   return context;
 }
@@ -189,6 +188,9 @@ std::vector<uint8_t> Context::begin_phase(Phase phase, Step step, uint64_t salt,
     }
   }
   schedule_.begin(state_key(salt));
+  if (phase == Phase::kForward && std::find(forwards_.begin(), forwards_.end(), schedule_.key()) == forwards_.end()) {
+    forwards_.push_back(schedule_.key());
+  }
   for (auto* group : groups_) {
     if (group) group->use_part(group->holds_part());
   }
@@ -326,13 +328,14 @@ void Context::reset() {
     group->drop_gradients();
     auto& place = group->place;
     group->forget_touches();
-    place.issued = place.late = place.slow = place.pinned = false;
+    place.opened = place.issued = place.late = place.slow = place.pinned = false;
   }
   std::fill(used_.begin(), used_.end(), 0);
   open_.clear();
   ahead_.clear();
   to_reduce_.clear();
   reducing_.clear();
+  forwards_.clear();
   next_reduce_ = 0;
   current_ = nullptr;
   forward_depth_ = 0;
@@ -410,6 +413,7 @@ void Context::prefetch_after(ParamGroup& group) {
     for (auto* next : backward ? place.backward_prefetch : place.forward_prefetch) {
       if (next->state() != GatherState::kSharded) continue;
       fetch(*next);
+      next->place.opened = true;  // the user wants it
       for (auto& ahead : ahead_) ahead.wanted = ahead.wanted || ahead.group == next;
     }
     return;
@@ -455,6 +459,7 @@ void Context::touch_slow(ParamGroup& group, int task) {
   try {
     if (task >= 0 && phase_ != Phase::kForward) ensure_backward(task);
     open(group);
+    group.place.opened = true;
     if (group.state() != GatherState::kUnsharded) {
       if (group.state() == GatherState::kSharded) fetch(group);
       if (group.state() == GatherState::kGathering) {
@@ -564,6 +569,7 @@ void Context::unshard(ParamGroup& group, bool wait) {
     group.place.pinned = true;
   } else if (group.state() == GatherState::kSharded) {
     fetch(group);
+    group.place.opened = true;
     for (auto& ahead : ahead_) ahead.wanted = ahead.wanted || ahead.group == &group;
   }
   if (wait && group.state() == GatherState::kGathering) {

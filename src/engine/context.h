@@ -124,7 +124,19 @@ class Context : public std::enable_shared_from_this<Context> {
   uint64_t state_key(uint64_t salt) const;
   ParamGroup* group_at(int id) const { return groups_[static_cast<size_t>(id)]; }
   void log(const char* act, const ParamGroup& group, int64_t bytes);
-  std::vector<uint8_t> no_flags() const { return std::vector<uint8_t>(flag_count_, 0); }
+  /// Flags of an exchange: one for each parameter (a gradient came), then one of each of these for each group.
+  enum class GroupFlag { kUsed, kLate, kSlow, kOpened, kCount };  // kUsed: touched in forward, issued in backward
+  size_t place_of(GroupFlag flag, const ParamGroup& group) const {
+    return param_count_ + static_cast<size_t>(flag) * groups_.size() + static_cast<size_t>(group.place.id);
+  }
+  std::vector<uint8_t> no_flags() const {
+    return std::vector<uint8_t>(param_count_ + static_cast<size_t>(GroupFlag::kCount) * groups_.size(), 0);
+  }
+  /// Some rank opened group `id`, as `flags` say.
+  bool opened_anywhere(const std::vector<uint8_t>& flags, int id) const {
+    const auto* group = group_at(id);
+    return group && flags[place_of(GroupFlag::kOpened, *group)];
+  }
 
   std::shared_ptr<Streams> streams_on(c10::Device device);
 
@@ -133,7 +145,7 @@ class Context : public std::enable_shared_from_this<Context> {
   std::vector<ParamGroup*> groups_;                // by id
   std::vector<std::shared_ptr<Streams>> streams_;  // one a device
   std::unique_ptr<Agreement> agreement_;
-  size_t param_count_ = 0, flag_count_ = 0;
+  size_t param_count_ = 0;
   Schedule schedule_;
   Stats stats_;
 
@@ -158,6 +170,7 @@ class Context : public std::enable_shared_from_this<Context> {
     bool wanted;  // somebody asked for it by name; not just passed on the way
   };
   std::deque<Ahead> ahead_;             // issued, not yet touched
+  std::vector<uint64_t> forwards_;      // keys of the schedules of those since the last backward began
   std::vector<int> order_;              // groups by their first gather ever: the same on all ranks
   std::vector<ParamGroup*> to_reduce_;  // still to be issued in this backward, in the agreed order
   size_t next_reduce_ = 0;

@@ -206,6 +206,7 @@ class ParamGroup {
     ParamGroup* parent = nullptr;
     ParamGroup* leader = nullptr;  // of several groups of the same modules, over different ranks: the first of them
     bool touched = false;          // used by a forward that recorded gradients
+    bool opened = false;           // used since the last backward began or ended
     bool issued = false;           // reduced in this backward
     bool late = false;             // a gradient came after that
     bool slow = false;     // the last backward ended with gradients of it missing on some rank; equal on all ranks

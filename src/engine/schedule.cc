@@ -1,6 +1,7 @@
 #include "engine/schedule.h"
 
 #include <algorithm>
+#include <unordered_set>
 
 namespace fsdp::engine {
 
@@ -9,7 +10,7 @@ void Schedule::finish() {
   if (stale_) {
     plans_.erase(key_);
   } else if (!following_) {
-    plans_[key_] = plan_;
+    plans_[key_] = {plan_, {}};
   }
 }
 
@@ -21,7 +22,18 @@ void Schedule::begin(uint64_t key) {
   stale_ = false;
   const auto found = plans_.find(key);
   following_ = found != plans_.end();
-  plan_ = following_ ? found->second : std::vector<int>();
+  plan_ = following_ ? found->second.groups : std::vector<int>();
+}
+
+void Schedule::spare(uint64_t key, const std::function<bool(int group)>& needed) {
+  const auto found = plans_.find(key);
+  if (found == plans_.end()) return;
+  auto& [groups, spared] = found->second;
+  for (int group : std::unordered_set<int>(groups.begin(), groups.end())) {
+    auto& times = spared[group];
+    times = needed(group) ? 0 : times + 1;
+    if (times >= kSpared) groups.erase(std::remove(groups.begin(), groups.end(), group), groups.end());
+  }
 }
 
 std::optional<size_t> Schedule::find(int group) const {

@@ -1,5 +1,7 @@
 // Rows 1, 2 and 19: ranks that use different parameters.
 #include "cases.h"
+#include "engine/context.h"
+#include "module/module_state.h"
 #include "support/processes.h"
 
 namespace fsdp::testing {
@@ -134,6 +136,34 @@ TEST(UnusedThreads, UnusedEverywhereStaysWithoutAGradient) {
     model(at::ones({1, 4})).backward();
     expect_gradient(net->a->weight, 1.0);
     EXPECT_FALSE(net->b->weight.grad().defined());
+  });
+}
+
+// What a model stopped using is gathered a few times more, in case some rank uses it, and then left out; when it is
+// used again it is gathered again.
+TEST(UnusedThreads, WhatNobodyUsesAnyMoreIsGatheredNoMore) {
+  run_ranks(2, [](int rank) {
+    Pair net;
+    fully_shard(net->a);
+    fully_shard(net->b);
+    auto model = fully_shard(net);
+    const auto step = [&](bool use_b, double expected_b) {
+      net->use_b = use_b;
+      net->zero_grad();
+      const auto before = model.state()->group().context().stats().gathers;
+      model(at::ones({1, 4}).requires_grad_()).backward();  // so that backward reads the weights
+      expect_gradient(net->a->weight, 1.0);
+      if (expected_b > 0) expect_gradient(net->b->weight, expected_b);
+      if (expected_b == 0) EXPECT_FALSE(net->b->weight.grad().defined());
+      return model.state()->group().context().stats().gathers - before;
+    };
+    for (int i = 0; i < 2; ++i) EXPECT_EQ(step(true, 1.0), 4);
+    for (int i = 0; i < engine::Schedule::kSpared; ++i) EXPECT_EQ(step(false, 0), 4) << i;
+    for (int i = 0; i < 2; ++i) EXPECT_EQ(step(false, 0), 2);
+    EXPECT_GE(step(true, 1.0), 4);  // it was not foreseen
+    for (int i = 0; i < 2; ++i) EXPECT_EQ(step(true, 1.0), 4);
+    // One rank's need is enough.
+    for (int i = 0; i < 2 * engine::Schedule::kSpared; ++i) EXPECT_EQ(step(rank == 0, 0.5), 4) << i;
   });
 }
 

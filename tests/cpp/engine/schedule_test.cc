@@ -1,5 +1,7 @@
 #include "engine/schedule.h"
 
+#include <set>
+
 #include <gtest/gtest.h>
 
 namespace fsdp::engine {
@@ -70,6 +72,24 @@ TEST(Schedule, AnUnforeseenGatherMakesTheRecordStale) {
   schedule.note(5);
   record(schedule, kForward, {0, 5, 1});  // anew
   EXPECT_EQ(follow(schedule, kForward), (std::vector<int>{0, 5, 1}));
+}
+
+TEST(Schedule, AGatherThatNobodyNeedsAnyMoreLeavesTheRecord) {
+  Schedule schedule;
+  record(schedule, kForward, {0, 1, 2, 1});
+  const auto spare = [&](const std::set<int>& needed) {
+    schedule.spare(kForward, [&](int group) { return needed.count(group) > 0; });
+  };
+  schedule.begin(kBackward);
+  for (int i = 1; i < Schedule::kSpared; ++i) spare({0, 2});
+  spare({0, 1});  // in a row is what counts
+  for (int i = 1; i < Schedule::kSpared; ++i) spare({0, 2});
+  EXPECT_EQ(follow(schedule, kForward), (std::vector<int>{0, 1, 2, 1}));
+  spare({0, 2});
+  EXPECT_EQ(follow(schedule, kForward), (std::vector<int>{0, 2}));
+  schedule.spare(99, [](int) { return false; });  // of no record
+  for (int i = 0; i < Schedule::kSpared; ++i) spare({});
+  EXPECT_TRUE(follow(schedule, kForward).empty());
 }
 
 TEST(Schedule, APhaseThatFailedLeavesNoRecord) {

@@ -77,6 +77,11 @@ struct ExtensionThreads : OnRanks {
         for (int step = 0; step < 3; ++step) twin.train_step();
         twin.expect_equal_parameters();
         EXPECT_EQ(twin.context().stats().unsharded_gradients.now, 0);
+        for (const auto* group : twin.context().groups()) {
+          for (const auto& param : group->params()) {
+            EXPECT_EQ(param->leaf().storage().nbytes(), 0) << param->name() << " is still whole";
+          }
+        }
       });
     }
   }

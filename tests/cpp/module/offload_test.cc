@@ -70,6 +70,15 @@ TEST_P(OffloadThreads, AFailedBackwardLeavesNothingBehind) {
     twin.model().reset_iter_state();
     twin.train_step();
     twin.expect_equal_parameters();
+    // The second layer's gradients are on their way to the host already when the first's are looked at.
+    auto first = fsdp_module(as_mlp(twin.net()).layers[0]);
+    first.set_all_reduce_hook([](const at::Tensor&) { throw std::runtime_error("not these"); });
+    const auto loss = twin.sharded_loss();
+    EXPECT_THROW(loss.backward(), std::exception);
+    twin.model().reset_iter_state();
+    first.set_all_reduce_hook(nullptr);
+    twin.train_step();
+    twin.expect_equal_parameters();
   });
 }
 

@@ -64,13 +64,19 @@ def test_several_forwards_before_a_backward(rank, world):
 @on_ranks(2)
 def test_divide_factor(rank, world):
     plain, model = pair()
+    inputs = batches(world, 0)
+    for module in (model, *model.blocks):
+        module.set_gradient_divide_factor(8.0)
+    loss_of(model(inputs[rank])).backward()
+    sum(loss_of(plain(x)) / 8 for x in inputs).backward()
+    assert_gradients(model, plain)
+    model.zero_grad()
+    plain.zero_grad()
     for module in (model, *model.blocks):
         with pytest.warns(FutureWarning, match="set_gradient_divide_factor"):
             module.set_reduce_scatter_divide_factor(2.0)
-        module.set_gradient_divide_factor(8.0)
-    inputs = batches(world, 0)
     loss_of(model(inputs[rank])).backward()
-    sum(loss_of(plain(x)) / 8 for x in inputs).backward()
+    sum(loss_of(plain(x)) / 2 for x in inputs).backward()
     assert_gradients(model, plain)
 
 
@@ -342,11 +348,11 @@ def test_unshard_in_backward(rank, world):
     model = shard_blocks(Net(), fully_shard)
     for wanted, gathers in ((True, ["1", "0"]), (False, ["1"])):
         model.blocks[0].set_unshard_in_backward(wanted)
-        for _ in range(2):  # the first records the order anew
+        for _ in range(6):  # what no rank needs leaves the order when that was seen a few times
             loss_of(model(batches(world, 0)[rank])).backward()
         schedule = model._get_fsdp_state().group.schedule
         found = [group for phase, act, group in schedule if phase == "backward" and act == "all-gather"]
-        assert found[:len(gathers)] == [f"blocks.{name}" for name in gathers], schedule
+        assert [group for group in found if group] == [f"blocks.{name}" for name in gathers], schedule
 
 
 @on_ranks(2)
