@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 from torch.distributed.fsdp._fully_shard import _fully_shard as torch_face
 
-from ._emptied import EmptiedBuffers
+from ._emptied import EmptiedBuffers, fill_with_nothing
 from ._state import FSDPState, state_of
 
 
@@ -87,7 +87,12 @@ class FSDPModule(TorchFSDPModule):
         """As torch's. A buffer that nobody fills afterwards makes the next forward raise RuntimeError with its name: a
         state dict has none of those that are not persistent."""
         result = super(TorchFSDPModule, self).to_empty(device=device, recurse=recurse)
-        self._get_fsdp_state().emptied = EmptiedBuffers(self, recurse)
+        emptied = EmptiedBuffers()
+        for path, module in self.named_modules() if recurse else [("", self)]:
+            for buffer in module.buffers(recurse=False):
+                fill_with_nothing(buffer)
+            emptied.add(path, module)
+        self._get_fsdp_state().emptied = emptied
         return result
 
     # --- an iteration -----------------------------------------------------------------------------------------------

@@ -90,7 +90,7 @@ class FSDPState:
         self._outermost = False
         self._prefetch: dict[bool, list[weakref.ref[FSDPState]]] = {}  # by whether it is for backward
         self._post_optim_event: torch.Event | None = None
-        self.emptied: EmptiedBuffers | None = None  # by to_empty(), since the last forward
+        self.emptied = EmptiedBuffers()  # those that may have got no values since the last forward
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -204,8 +204,8 @@ class FSDPState:
                 f"on meta device: {missing}. Call module.to_empty(device=...), then initialise or load them"
             )
 
-    def _check_buffers(self, emptied: EmptiedBuffers) -> None:
-        unfilled = emptied.unfilled()
+    def _check_buffers(self) -> None:
+        unfilled = [name for state in self._state_ctx.all_states for name in state.emptied.unfilled()]
         if unfilled:
             raise RuntimeError(
                 f"libfsdp: to_empty() gave buffers {unfilled} memory, and nothing has given them values since. A state "
@@ -256,9 +256,8 @@ class FSDPState:
             self.arrange()
         elif self._outermost and not self.group.busy and not self.group.adopt():
             self._adopt_own()  # entering looks at the groups inside alone
-        if self.emptied is not None:
-            self._check_buffers(self.emptied)
-            self.emptied = None
+        if EmptiedBuffers.waiting and self._outermost and not self.group.busy:
+            self._check_buffers()
         if self._post_optim_event is not None:
             self._post_optim_event.synchronize()
             self._post_optim_event = None

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from .._emptied import EmptiedBuffers, FilledWithNothing
 from .._fully_shard import managed_modules
 from .._state import state_of
 
@@ -66,9 +67,10 @@ def _types(listed: list[Any]) -> list[type]:
 
 
 def materialise(module: nn.Module, ignored_modules: set[nn.Module], init: Callable[[nn.Module], None] | None,
-                device: torch.device) -> None:
+                device: torch.device) -> EmptiedBuffers:
     """Gives values to what is on the meta device: by ``init``, called with each module that holds such tensors itself,
-    or by ``reset_parameters``. ValueError naming what still has none."""
+    or by ``reset_parameters``. ValueError naming what is still there. Returns the buffers that have memory only."""
+    emptied = EmptiedBuffers()
     if init is not None and not callable(init):
         raise ValueError(f"Expected {init} to be callable but got {type(init)}")
     with torch.no_grad():
@@ -76,19 +78,24 @@ def materialise(module: nn.Module, ignored_modules: set[nn.Module], init: Callab
             if each in ignored_modules or not any(tensor.is_meta for _, tensor in _own(each)):
                 continue
             if init is not None:
-                init(each)
+                with FilledWithNothing():
+                    init(each)
+                emptied.add(path, each)
                 continue
             if not hasattr(each, "reset_parameters"):
                 raise ValueError(
                     f"libfsdp: {type(each).__name__} '{path}' has {[name for name, _ in _own(each)]} on the meta "
                     "device and no reset_parameters(): pass param_init_fn, or give it one"
                 )
-            each.to_empty(device=device, recurse=False)
+            with FilledWithNothing():
+                each.to_empty(device=device, recurse=False)
             each.reset_parameters()
+            emptied.add(path, each)
     missing = [f"{path}.{name}".lstrip(".") for path, each in managed_modules([module]) if each not in ignored_modules
                for name, tensor in _own(each) if tensor.is_meta]
     if missing:
         raise ValueError(f"libfsdp: param_init_fn left {missing} on the meta device")
+    return emptied
 
 
 def _own(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

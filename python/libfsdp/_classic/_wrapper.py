@@ -130,7 +130,7 @@ class FullyShardedDataParallel(TorchFSDP):
                 inner["process_group"] = (ranks.group, ranks.replicas)
             _auto_wrap(module, auto_wrap_policy, self._ignored_modules, self._ignored_params, inner, type(self))
 
-        _arguments.materialise(module, self._ignored_modules, param_init_fn, device)
+        emptied = _arguments.materialise(module, self._ignored_modules, param_init_fn, device)
         found = find_parameters([module], self._ignored_params, scalars=True)
         for each in found:
             if isinstance(each.param, DTensor):
@@ -147,6 +147,7 @@ class FullyShardedDataParallel(TorchFSDP):
         unit = Unit(self, self.module, found, ranks, strategy, precision, use_orig_params, backward_prefetch,
                     self._cast_buffers)
         unit.attach()
+        unit.emptied = emptied
         self._unit = unit
         _state_dicts.attach(self)
         self._state_dict_type = StateDictType.FULL_STATE_DICT

@@ -327,13 +327,52 @@ class Counted(nn.Module):
         self.register_buffer("count", torch.arange(4), persistent=False)
 
 
+    def forward(self, x):
+        return self.linear(x) + self.count[:2]
+
+
 @on_ranks(2)
-def test_meta_buffer_that_nobody_fills(rank, world):
+@pytest.mark.parametrize("units", [1, 2])
+def test_meta_buffer_that_nobody_fills(rank, world, units):
     """cases.md, row 12."""
-    with torch.device("meta"):
-        module = Counted()
+    def wrapped(**options):
+        with torch.device("meta"):
+            module = nn.Sequential(Counted(), nn.Linear(2, 2))
+        policy = ModuleWrapPolicy({Counted}) if units == 2 else None
+        model = FullyShardedDataParallel(module, auto_wrap_policy=policy, **options)
+        model.load_state_dict(source.state_dict())
+        return model
+
+    def emptied(module):
+        module.to_empty(device="cpu", recurse=False)
+
+    source, x = nn.Sequential(Counted(), nn.Linear(2, 2)), torch.ones(1, 2)
     with pytest.raises(ValueError, match="'count'"):
-        FullyShardedDataParallel(module)
+        wrapped()
+    model = wrapped(param_init_fn=emptied)
+    with pytest.raises(RuntimeError, match="count'"):
+        model(x)
+    model[0].count.copy_(torch.arange(4))
+    assert_close(model(x), source(x), "output")
+
+    def filled(module):
+        emptied(module)
+        if isinstance(module, Counted):
+            module.count.copy_(torch.arange(4))
+
+    assert_close(wrapped(param_init_fn=filled)(x), source(x), "output")
+
+
+@on_ranks(2)
+def test_values_of_the_first_rank_for_buffers_on_meta(rank, world):
+    torch.manual_seed(0)
+    with torch.device("meta" if rank else "cpu"):
+        module = Counted()
+    model = FullyShardedDataParallel(
+        module, sync_module_states=True, param_init_fn=lambda each: each.to_empty(device="cpu", recurse=False))
+    torch.manual_seed(0)
+    x = torch.ones(1, 2)
+    assert_close(model(x), Counted()(x), "output")
 
 
 @on_ranks(2)
