@@ -29,10 +29,16 @@ void Schedule::spare(uint64_t key, const std::function<bool(int group)>& needed)
   const auto found = plans_.find(key);
   if (found == plans_.end()) return;
   auto& [groups, spared] = found->second;
-  for (int group : std::unordered_set<int>(groups.begin(), groups.end())) {
-    auto& times = spared[group];
-    times = needed(group) ? 0 : times + 1;
-    if (times >= kSpared) groups.erase(std::remove(groups.begin(), groups.end(), group), groups.end());
+  std::unordered_set<int> idle;
+  for (int group : groups) {
+    if (needed(group)) {
+      spared.erase(group);
+    } else {
+      idle.insert(group);
+    }
+  }
+  for (int group : idle) {
+    if (++spared[group] >= kSpared) groups.erase(std::remove(groups.begin(), groups.end(), group), groups.end());
   }
 }
 
