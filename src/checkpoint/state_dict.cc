@@ -93,7 +93,7 @@ OptimizerStateDict full_optimizer_state_dict(const torch::nn::Module& model, con
     }
   }
   if (options.rank0_only && rank() != 0) {
-    return OptimizerStateDict{};
+    return OptimizerStateDict();
   }
   out.tensors = std::move(wholes);
   return out;
