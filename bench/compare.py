@@ -45,6 +45,8 @@ def parse_args():
     p.add_argument("--build", help="the build folder with the C++ programs")
     p.add_argument("--torch-only", action="store_true", help="leave the C++ sides out; their figures are null")
     p.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    p.add_argument("--rows", nargs="+", default=[""], help="of the part step, rows whose title has one of these in it: "
+                                                           "'width 512', '4 ranks', 'AdamW'")
     p.add_argument("--out", default=os.path.join(HERE, "out"))
     return p.parse_args()
 
@@ -52,22 +54,31 @@ def parse_args():
 def main():
     args = parse_args()
     step_bench = None if args.torch_only else find_step_bench(args.build)
-    bench = Bench(step_bench, find_package(step_bench), os.path.join(args.out, "logs"), args.quick)
+    bench = Bench(step_bench, find_package(step_bench), os.path.join(args.out, "logs"), args.quick, args.rows)
     os.makedirs(args.out, exist_ok=True)
     report = {"environment": environment.describe(), "quick": args.quick}
     print(tables.machine(report["environment"]), flush=True)
+    path = os.path.join(args.out, "report.json")
     for part in args.parts:
         try:
             report[part] = PARTS[part].measure(bench)
         except BenchError as error:
-            sys.exit(f"compare.py: {part}: {error}")
+            bench.failures.append(f"{part}: {error}")
+            continue
         print(tables.PRINTERS[part](report[part]), flush=True)
+        write(path, report)  # what there is, should a later part bring the machine down
+    report["failures"] = bench.failures
     report["aims"] = [] if args.quick else aims.judge(report)
     print("Quick run: the aims are not judged.\n" if args.quick else tables.aims(report["aims"]))
-    path = os.path.join(args.out, "report.json")
+    write(path, report)
+    print("written:", *(os.path.relpath(p) for p in [path, *charts.draw(report, args.out)]), sep="\n  ")
+    if bench.failures:
+        sys.exit("compare.py: " + "\n".join(bench.failures))
+
+
+def write(path, report):
     with open(path, "w") as f:
         json.dump(report, f, indent=1)
-    print("written:", *(os.path.relpath(p) for p in [path, *charts.draw(report, args.out)]), sep="\n  ")
 
 
 if __name__ == "__main__":

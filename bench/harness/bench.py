@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .rank_group import RankGroup
 
@@ -47,6 +47,8 @@ class Bench:
     package: str | None  # the folder that holds the Python package; None leaves that side out
     log_dir: str
     quick: bool
+    rows: list[str]  # of the part step, rows whose title has one of these in it
+    failures: list[str] = field(default_factory=list)  # what could not be measured
 
     def has(self, side):
         if SIDES[side][0] == "cpp":

@@ -27,6 +27,27 @@ TEST(LifetimeThreads, GroupsGoWithTheLastParameter) {
   });
 }
 
+// A model too large for one rank is sharded while it is made: of each block this rank's rows alone stay.
+TEST(LifetimeThreads, AModelIsShardedBlockByBlockAsItIsMade) {
+  run_ranks(2, [](int) {
+    torch::nn::Sequential net;
+    for (int i = 0; i < 3; ++i) {
+      auto block = ones_linear(4, 4);
+      const auto before = block->weight.storage().getWeakStorageImpl();
+      fully_shard(block);
+      EXPECT_TRUE(before.expired()) << "block " << i << " is still whole";
+      net->push_back(block);
+    }
+    auto model = fully_shard(net);
+    const auto y = model(at::ones({1, 4}));
+    EXPECT_EQ(y.sum().item<double>(), 4 * 64);
+    y.sum().backward();
+    for (const auto& parameter : net->parameters()) {
+      EXPECT_TRUE(at::equal(whole(parameter.grad()), at::full({4, 4}, 16.0)));
+    }
+  });
+}
+
 // A loss keeps the graph, and the graph keeps leaves: reading it after its model went is an error, not a crash.
 TEST(LifetimeThreads, BackwardWithoutTheModel) {
   const auto errors = errors_of(2, [](int) {

@@ -69,7 +69,7 @@ std::vector<std::string> exchange_words(const Rendezvous& rendezvous, const std:
   std::vector<std::string> keys, words;
   for (int rank = 0; rank < rendezvous.size; ++rank) keys.push_back(key(rank));
   store.wait(keys, rendezvous.timeout);
-  for (const auto& each : keys) words.push_back(store.get_to_str(each));
+  for (const auto& word : store.multiGet(keys)) words.emplace_back(word.begin(), word.end());
   return words;
 }
 
