@@ -6,7 +6,10 @@ computes anew would hold whatever the memory held, on each rank something else.
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,16 +20,8 @@ _EMPTY = frozenset({torch.empty, torch.empty_like, torch.empty_strided, torch.Te
                     torch.Tensor.new_empty_strided})
 
 
-class FilledWithNothing(TorchFunctionMode):
-    """Inside, tensors that are made without values hold what no model means: NaN, or the largest integer."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        return fill_with_nothing(made) if func in _EMPTY and not made.is_meta else made
-
-
 class EmptiedBuffers:
-    """Buffers that hold nothing, as :func:`fill_with_nothing` left them."""
+    """Buffers that got memory and no values."""
 
     #: All that have some and were not looked at since.
     waiting: weakref.WeakSet[EmptiedBuffers] = weakref.WeakSet()
@@ -34,12 +29,22 @@ class EmptiedBuffers:
     def __init__(self) -> None:
         self._left: list[tuple[str, nn.Module, str, torch.Tensor, int]] = []
 
-    def add(self, path: str, module: nn.Module) -> None:
-        """Those of ``module`` itself, which is called ``path`` in errors."""
-        for name, buffer in module._buffers.items():
-            if buffer is not None and not buffer.is_meta and _has_nothing(buffer):
-                self._left.append((f"{path}.{name}".lstrip("."), module, name, buffer, _version(buffer)))
-                self.waiting.add(self)
+    @contextlib.contextmanager
+    def watch(self, module: nn.Module, path: str = "") -> Iterator[None]:
+        """Inside, tensors that are made without values hold what no model means: NaN, or the largest integer. Those that
+        are buffers of ``module``, called ``path`` in errors, or of one below at the end are remembered. Inside of
+        another one's, leaves that to it."""
+        if _Filling.of_thread.active:
+            yield
+            return
+        with _Filling() as filling:
+            yield
+        for where, each in module.named_modules(prefix=path):
+            for name, buffer in each._buffers.items():
+                made = filling.made.get(id(buffer))
+                if made is not None:
+                    self._left.append((f"{where}.{name}".lstrip("."), each, name, *made))
+                    self.waiting.add(self)
 
     def unfilled(self) -> list[str]:
         """Names of those that the modules still have and that nobody wrote to. The others are forgotten."""
@@ -49,9 +54,31 @@ class EmptiedBuffers:
         return [path for path, *_ in self._left]
 
 
-def fill_with_nothing(tensor: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        return tensor.fill_(_nothing(tensor.dtype))
+class _Filling(TorchFunctionMode):
+    class OfThread(threading.local):
+        active = False
+
+    of_thread = OfThread()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: dict[int, tuple[torch.Tensor, int]] = {}  # by id: what was filled, and its version then
+
+    def __enter__(self) -> _Filling:
+        self.of_thread.active = True
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self.of_thread.active = False
+        super().__exit__(*error)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func in _EMPTY and type(made) is torch.Tensor and not made.is_meta and made.numel() > 0:
+            with torch.no_grad():
+                made.fill_(_nothing(made.dtype))
+            self.made[id(made)] = made, _version(made)
+        return made
 
 
 def _nothing(dtype: torch.dtype) -> float | int | bool:
@@ -60,16 +87,14 @@ def _nothing(dtype: torch.dtype) -> float | int | bool:
     return True if dtype == torch.bool else torch.iinfo(dtype).max
 
 
-def _has_nothing(buffer: torch.Tensor) -> bool:
-    """By bytes: a write through ``.data`` leaves the version as it was."""
-    if buffer.numel() == 0:
-        return False
-    nothing = torch.full_like(buffer, _nothing(buffer.dtype))
-    return torch.equal(*(each.detach().reshape(-1).view(torch.uint8) for each in (buffer, nothing)))
-
-
 def _is_unfilled(module: nn.Module, name: str, buffer: torch.Tensor, version: int) -> bool:
     return module._buffers.get(name) is buffer and _version(buffer) == version and _has_nothing(buffer)
+
+
+def _has_nothing(buffer: torch.Tensor) -> bool:
+    """By bytes: a write through ``.data`` leaves the version as it was."""
+    nothing = torch.full_like(buffer, _nothing(buffer.dtype))
+    return torch.equal(*(each.detach().reshape(-1).view(torch.uint8) for each in (buffer, nothing)))
 
 
 def _version(buffer: torch.Tensor) -> int:

@@ -13,7 +13,6 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 from torch.distributed.fsdp._fully_shard import _fully_shard as torch_face
 
-from ._emptied import EmptiedBuffers, fill_with_nothing
 from ._state import FSDPState, state_of
 
 
@@ -79,20 +78,9 @@ class FSDPModule(TorchFSDPModule):
         if state._ready:
             self.reshard()
         # Past torch's class: it would ask its own state.
-        result = super(TorchFSDPModule, self)._apply(fn, recurse)
+        with state.emptied.watch(self):  # this may be of to_empty()
+            result = super(TorchFSDPModule, self)._apply(fn, recurse)
         state.adopt()
-        return result
-
-    def to_empty(self, *, device: str | int | torch.device | None, recurse: bool = True) -> Any:
-        """As torch's. A buffer that nobody fills afterwards makes the next forward raise RuntimeError with its name: a
-        state dict has none of those that are not persistent."""
-        result = super(TorchFSDPModule, self).to_empty(device=device, recurse=recurse)
-        emptied = EmptiedBuffers()
-        for path, module in self.named_modules() if recurse else [("", self)]:
-            for buffer in module.buffers(recurse=False):
-                fill_with_nothing(buffer)
-            emptied.add(path, module)
-        self._get_fsdp_state().emptied = emptied
         return result
 
     # --- an iteration -----------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .._emptied import EmptiedBuffers, FilledWithNothing
+from .._emptied import EmptiedBuffers
 from .._fully_shard import managed_modules
 from .._state import state_of
 
@@ -78,19 +78,17 @@ def materialise(module: nn.Module, ignored_modules: set[nn.Module], init: Callab
             if each in ignored_modules or not any(tensor.is_meta for _, tensor in _own(each)):
                 continue
             if init is not None:
-                with FilledWithNothing():
+                with emptied.watch(each, path):
                     init(each)
-                emptied.add(path, each)
                 continue
             if not hasattr(each, "reset_parameters"):
                 raise ValueError(
                     f"libfsdp: {type(each).__name__} '{path}' has {[name for name, _ in _own(each)]} on the meta "
                     "device and no reset_parameters(): pass param_init_fn, or give it one"
                 )
-            with FilledWithNothing():
+            with emptied.watch(each, path):
                 each.to_empty(device=device, recurse=False)
-            each.reset_parameters()
-            emptied.add(path, each)
+                each.reset_parameters()
     missing = [f"{path}.{name}".lstrip(".") for path, each in managed_modules([module]) if each not in ignored_modules
                for name, tensor in _own(each) if tensor.is_meta]
     if missing:

@@ -221,7 +221,8 @@ class FullyShardedDataParallel(TorchFSDP):
         unit = self._unit
         if unit._ready:
             unit.group.reshard()
-        result = nn.Module._apply(self, fn, recurse)
+        with unit.emptied.watch(self.module):  # this may be of to_empty()
+            result = nn.Module._apply(self, fn, recurse)
         if not unit.summoned:
             unit.adopt()
         return result

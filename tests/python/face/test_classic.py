@@ -326,7 +326,6 @@ class Counted(nn.Module):
         self.linear = nn.Linear(2, 2)
         self.register_buffer("count", torch.arange(4), persistent=False)
 
-
     def forward(self, x):
         return self.linear(x) + self.count[:2]
 
@@ -360,7 +359,37 @@ def test_meta_buffer_that_nobody_fills(rank, world, units):
         if isinstance(module, Counted):
             module.count.copy_(torch.arange(4))
 
-    assert_close(wrapped(param_init_fn=filled)(x), source(x), "output")
+    model = wrapped(param_init_fn=filled)
+    assert_close(model(x), source(x), "output")
+    model.to_empty(device="cpu")
+    with pytest.raises(RuntimeError, match="count'"):
+        model(x)
+
+
+@on_ranks(2)
+def test_meta_buffer_that_is_all_true(rank, world):
+    """Not taken for one that nobody filled."""
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(2, 2)
+            self.register_buffer("mask", torch.ones(2, dtype=torch.bool), persistent=False)
+
+        def forward(self, x):
+            return self.linear(x) * self.mask
+
+    def init(module, anew):
+        module.to_empty(device="cpu", recurse=False)
+        for param in module.parameters(recurse=False):
+            nn.init.ones_(param)
+        if isinstance(module, Masked):
+            module.mask = torch.ones(2, dtype=torch.bool) if anew else module.mask.fill_(True)
+
+    for anew in (True, False):
+        with torch.device("meta"):
+            module = Masked()
+        model = FullyShardedDataParallel(module, param_init_fn=lambda each: init(each, anew))
+        assert model(torch.ones(1, 2)).eq(3).all()
 
 
 @on_ranks(2)

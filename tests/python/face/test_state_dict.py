@@ -193,6 +193,13 @@ def test_buffers_that_nobody_fills(rank, world):
     model[0].fill()
     model.load_state_dict({"0.kept": source[0].kept}, strict=False)
     torch.testing.assert_close(model(x), source(x))
+    with torch.device("meta"):
+        unsharded = nn.Sequential(Tables())  # around a sharded module
+    fully_shard(unsharded[0]).fill()
+    unsharded.to_empty(device="cpu")
+    unsharded[0].count.zero_()
+    with pytest.raises(RuntimeError, match=r"\['scale', 'mask', 'kept'\]"):
+        unsharded(x)
     model.to_empty(device="cpu")  # in the middle of training, to begin anew
     with pytest.raises(RuntimeError, match=r"\['0.count', '0.scale', '0.mask', '0.kept'\]"):
         model(x)
