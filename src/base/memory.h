@@ -4,6 +4,8 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/from_blob.h>
 
+#include "base/huge_pages.h"
+
 namespace fsdp::base {
 
 /// Copies bytes within a device, on the current stream. A plain memcpy on the CPU.
@@ -64,6 +66,7 @@ inline void set_storage_size(const at::Tensor& tensor, int64_t nbytes) {
   auto* storage = tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
   storage->set_data_ptr_noswap(storage->allocator()->allocate(static_cast<size_t>(nbytes)));
   storage->set_nbytes(static_cast<size_t>(nbytes));
+  if (tensor.is_cpu()) want_huge_pages(storage->data(), nbytes);
 }
 
 /// Makes a tensor's storage show memory of somebody else's, which must outlive that, or the next set_storage_size().

@@ -5,7 +5,6 @@
 #include <thread>
 
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
 #include "comm/copy.h"
@@ -128,7 +127,7 @@ std::unique_ptr<Pending> BackendChannel::all_gather(const at::Tensor& out, const
   }
   const auto longest = segments.longest();
   auto padded = at::zeros({longest}, mine.options());
-  auto staged = at::empty({longest * size()}, mine.options());
+  auto staged = staging().take(longest * size(), mine.options());
   copy_elements(padded, 0, mine, 0, mine.numel());
   auto unpad = [out, staged, segments] {
     for (int64_t r = 0; r < segments.active(); ++r) {
@@ -155,7 +154,7 @@ std::unique_ptr<Pending> BackendChannel::reduce_scatter(const at::Tensor& out, c
   }
   const auto longest = segments.longest();
   auto staged = at::zeros({longest * size()}, in.options());
-  auto reduced = at::empty({longest}, in.options());
+  auto reduced = staging().take(longest, in.options());
   for (int64_t r = 0; r < segments.active(); ++r) {
     copy_elements(staged, r * longest, in, segments.begin(r), segments.length(r));
   }

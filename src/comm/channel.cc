@@ -3,7 +3,6 @@
 #include <utility>
 
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/ops/empty.h>
 
 namespace fsdp::comm {
 namespace {
@@ -44,13 +43,13 @@ class PlacedPending final : public Pending {
 std::unique_ptr<Pending> Channel::all_gather_to(std::shared_ptr<Placement> place, const at::Tensor& mine,
                                                 const shard::Segments& segments) {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
-  auto flat = at::empty({segments.total()}, mine.options());
+  auto flat = staging().take(segments.total(), mine.options());
   auto gather = all_gather(flat, mine, segments);
   return std::make_unique<PlacedPending>(std::move(gather), std::move(flat), std::move(place));
 }
 
 at::Tensor Channel::buffer(int64_t nbytes, c10::Device device) {
-  return at::empty({nbytes}, at::TensorOptions().dtype(at::kByte).device(device));
+  return staging().take(nbytes, at::TensorOptions().dtype(at::kByte).device(device));
 }
 
 }  // namespace fsdp::comm

@@ -8,6 +8,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/util/intrusive_ptr.h>
 
+#include "comm/staging.h"
 #include "shard/segments.h"
 
 namespace c10d {
@@ -83,6 +84,12 @@ class Channel {
   /// without a copy. Once such an input was issued it is not the caller's to write any more: peers may read it after
   /// wait(). May be called while another thread uses the channel.
   virtual at::Tensor buffer(int64_t nbytes, c10::Device device);
+
+ protected:
+  const Staging& staging() const { return staging_; }
+
+ private:
+  Staging staging_;
 };
 
 /// Where a channel's members meet, and how long they wait for each other.

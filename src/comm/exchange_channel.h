@@ -8,8 +8,10 @@ namespace fsdp::comm {
 /// whose all-gather goes through a copy of the whole and whose reduce-scatter is an all-reduce. All-reduce and
 /// broadcast stay the backend's.
 ///
-/// Between two ranks nothing is copied at all. Among more, an all-gather sends from a buffer that holds this rank's
-/// segment once for each rank, and a reduce-scatter receives into one of that size.
+/// Nothing is copied but where that costs less than it saves: a gather of little among three ranks or more sends from a
+/// buffer that holds this rank's segment once for each peer, and so is one exchange and not one a peer. A reduction
+/// receives the peers' segments (between two ranks: into its output) and adds all of them in one pass; half precision
+/// is summed in fp32 and rounded once.
 class ExchangeChannel final : public BackendChannel {
  public:
   using BackendChannel::BackendChannel;
@@ -23,8 +25,11 @@ class ExchangeChannel final : public BackendChannel {
  private:
   using Lengths = std::vector<int64_t>;
 
-  /// `in` holds what goes to each rank, in rank order, and `out` takes what comes from each.
-  Works exchange(at::Tensor out, Lengths out_lengths, at::Tensor in, Lengths in_lengths);
+  /// `in` holds what goes to each rank, in rank order, and `out` takes what comes from each; bytes.
+  c10::intrusive_ptr<c10d::Work> exchange(at::Tensor out, Lengths out_lengths, at::Tensor in, Lengths in_lengths);
+  /// The bytes in(peer) go to every peer and out(peer) takes its; a work each, which may run at the same time.
+  template <class Out, class In>
+  Works exchange_by_peer(Out&& out, In&& in);
 };
 
 }  // namespace fsdp::comm

@@ -14,9 +14,9 @@
 #include <unistd.h>
 
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
 
+#include "base/huge_pages.h"
 #include "comm/origin.h"
 #include "comm/solo_channel.h"
 #include "shard/layout.h"
@@ -308,7 +308,7 @@ std::unique_ptr<Pending> HostsChannel::reduce_scatter(const at::Tensor& out, con
     const shard::Segments parts(ranks, lengths);
     const auto part = state.shared_like(in, parts.length(here));
     state.within().reduce_scatter(part, in, parts)->wait();
-    const auto sums = at::empty({state.first() ? total : 0}, in.options());
+    const auto sums = base::empty({state.first() ? total : 0}, in.options());
     const auto join = std::make_shared<Joined>(state.first() ? bytes_of(sums) : nullptr, parts, width);
     state.within().all_gather_to(join, part, parts)->wait();
     const auto blocks = state.by_host(segments);

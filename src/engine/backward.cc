@@ -38,8 +38,7 @@ void Context::ensure_backward(int task) {
     base::mix(salt, group->flags().sync_gradients);
   }
   flags = begin_phase(Phase::kBackward, Step::kBackward, salt, flags);
-  const auto needed = [&](int id) { return opened_anywhere(flags, id); };
-  for (const auto key : std::exchange(forwards_, {})) schedule_.spare(key, needed);
+  for (const auto key : std::exchange(forwards_, {})) spare(key, flags);
 
   // Gradients are complete in the reverse of the order in which groups were first used: the one order of reductions.
   // Groups that are opened in place come in the order of the model: ranks do not tell each other what they open.
@@ -155,7 +154,7 @@ void Context::finish_backward() {
     }
     if (!meet({Step::kBackwardEnd}, flags)) throw InvariantError("libfsdp: tickets without keys differ");
     bounded_ = true;  // from here on all ranks issue the same
-    schedule_.spare(schedule_.key(), [&](int id) { return opened_anywhere(flags, id); });
+    spare(schedule_.key(), flags);
     for (auto* group : groups_) {
       if (group) group->place.slow = flags[place_of(GroupFlag::kSlow, *group)];
     }

@@ -132,10 +132,12 @@ class Context : public std::enable_shared_from_this<Context> {
   std::vector<uint8_t> no_flags() const {
     return std::vector<uint8_t>(param_count_ + static_cast<size_t>(GroupFlag::kCount) * groups_.size(), 0);
   }
-  /// Some rank opened group `id`, as `flags` say.
-  bool opened_anywhere(const std::vector<uint8_t>& flags, int id) const {
-    const auto* group = group_at(id);
-    return group && flags[place_of(GroupFlag::kOpened, *group)];
+  /// Schedule::spare for the gathers of groups that no rank opened, as `flags` say.
+  void spare(uint64_t key, const std::vector<uint8_t>& flags) {
+    schedule_.spare(key, [&](int id) {
+      const auto* group = group_at(id);
+      return group && flags[place_of(GroupFlag::kOpened, *group)];
+    });
   }
 
   std::shared_ptr<Streams> streams_on(c10::Device device);

@@ -5,12 +5,12 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
 #include <ATen/record_function.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/util/StringUtil.h>
 #include <fsdp/error.h>
 
+#include "base/huge_pages.h"
 #include "engine/context.h"
 #include "engine/naming_group.h"
 #include "engine/param_group.h"
@@ -38,7 +38,7 @@ void ParamGroup::update_membership() {
     auto& param = *params_[i];
     if (!param.held_) continue;
     auto& bucket = *buckets_[param.bucket_];
-    held[i] = at::empty({param.numel()}, bucket.input.options());
+    held[i] = base::empty({param.numel()}, bucket.input.options());
     bucket.layout->for_each_run(
         param.bucket_index_, [&](const Run& run) { run_in_array(held[i], run).copy_(run_in_flat(bucket.input, run)); });
   }
@@ -159,7 +159,7 @@ void ParamGroup::begin_reduce() {
     const base::OnStream lane(streams_->reduce);
     Reduction reduction{bucket, std::move(bucket->input), {}, nullptr};
     if (world_ > 1) {
-      reduction.output = at::empty({segments.length(rank_)}, options);
+      reduction.output = base::empty({segments.length(rank_)}, options);
       reduction.pending = reduce_channel_->reduce_scatter(reduction.output, reduction.input, segments);
     } else {
       reduction.output = reduction.input;
@@ -268,7 +268,7 @@ void ParamGroup::finish_reduce(const uint8_t* used) {
 }
 
 at::Tensor ParamGroup::on_host(const at::Tensor& rows) const {
-  auto host = at::empty(rows.sizes(), shard_options().dtype(rows.scalar_type()));
+  auto host = base::empty(rows.sizes(), shard_options().dtype(rows.scalar_type()));
   return host.copy_(rows, /*non_blocking=*/true);
 }
 

@@ -105,7 +105,7 @@ ParamGroup::ParamGroup(std::string name, const std::vector<NamedParam>& params, 
 
   PlainTensors plain;
   sharded_bytes_ = store.segments().length(rank_);
-  flat_shard_ = at::empty({store.segments().length(rank_)}, shard_options().dtype(at::kByte));
+  flat_shard_ = base::empty({store.segments().length(rank_)}, shard_options().dtype(at::kByte));
   for (size_t i = 0; i < params_.size(); ++i) {
     auto& param = *params_[i];
     if (sorted[i]->shard.defined()) {
@@ -411,7 +411,7 @@ void ParamGroup::keep_part() {
   if (!part_ || state_ != GatherState::kUnsharded) return;
   PlainTensors plain;
   const auto& layout = *part_->layout;
-  part_bytes_ = at::empty({part_->length()}, at::TensorOptions().dtype(at::kByte).device(device_));
+  part_bytes_ = base::empty({part_->length()}, at::TensorOptions().dtype(at::kByte).device(device_));
   for (size_t i = 0; i < targets_.size(); ++i) {
     const auto part = layout.part(i, part_->rank);
     auto* to = static_cast<char*>(part_bytes_.data_ptr()) + layout.local_offset(i, part_->rank);

@@ -102,6 +102,17 @@ inline void check_flight(Channel& channel) {
   expect_equal(polled, at::full({2}, world), "all_reduce waited for a little at a time");
 }
 
+/// Segments that an engine does not carry the way it carries a few bytes.
+inline void check_much(Channel& channel) {
+  std::vector<int64_t> lengths{300'001, 262'144, 3, 70'000, 1};
+  lengths.resize(std::min<size_t>(lengths.size(), static_cast<size_t>(channel.size())));
+  const shard::Segments segments(channel.size(), lengths);
+  for (const auto dtype : {at::kFloat, at::kBFloat16}) {
+    check_all_gather(channel, segments, dtype);
+    check_reduce_scatter(channel, segments, dtype);
+  }
+}
+
 inline void check_channel(Channel& channel) {
   for (const auto& segments : segment_patterns(channel.size())) {
     for (const auto dtype : {at::kBool, at::kByte, at::kShort, at::kBFloat16, at::kFloat, at::kDouble, at::kLong}) {
@@ -117,6 +128,7 @@ inline void check_channel(Channel& channel) {
   for (const auto dtype : {at::kBool, at::kShort, at::kBFloat16, at::kFloat}) {
     check_broadcast(channel, dtype);
   }
+  check_much(channel);
   check_flight(channel);
 }
 

@@ -15,8 +15,8 @@
 #include "comm/backends/shm/arena.h"
 #include "comm/backends/shm/board.h"
 #include "comm/backends/shm/shm_channel.h"
-#include "comm/backends/shm/sum.h"
 #include "comm/segment.h"
+#include "comm/sum.h"
 #include "mesh/world.h"
 #include "support/processes.h"
 #include "support/ranks.h"
@@ -204,7 +204,7 @@ TEST(ShmSum, RoundsOnce) {
     std::vector<const void*> parts(9, one.const_data_ptr());
     parts[0] = large.const_data_ptr();
     const auto out = at::empty({5000}, dtype);
-    shm::reduce_parts(out.data_ptr(), parts, 5000, dtype, ReduceOp::kSum);
+    reduce_parts(out.data_ptr(), parts, 5000, dtype, ReduceOp::kSum);
     EXPECT_TRUE(at::equal(out, large.to(at::kFloat).add(8).to(dtype))) << dtype;
   }
 }
@@ -213,10 +213,21 @@ TEST(ShmSum, NotANumberWins) {
   const float nan = std::nanf("");
   const auto a = at::tensor({nan, 1.0f, 3.0f}), b = at::tensor({1.0f, nan, 2.0f}), out = at::empty({3});
   for (const auto op : {ReduceOp::kMax, ReduceOp::kMin}) {
-    shm::reduce_parts(out.data_ptr(), {a.const_data_ptr(), b.const_data_ptr()}, 3, at::kFloat, op);
+    reduce_parts(out.data_ptr(), {a.const_data_ptr(), b.const_data_ptr()}, 3, at::kFloat, op);
     EXPECT_TRUE(std::isnan(out[0].item<float>()) && std::isnan(out[1].item<float>()));
   }
-  EXPECT_THROW(shm::reduce_parts(nullptr, {nullptr}, 1, at::kComplexFloat, ReduceOp::kSum), NotSupported);
+}
+
+TEST(ShmSum, ComplexNumbersHaveASumAndNoOrder) {
+  for (const auto dtype : {at::kComplexFloat, at::kComplexDouble}) {
+    const auto a = at::randn({5000}, dtype), b = at::randn({5000}, dtype), c = at::randn({5000}, dtype);
+    const std::vector<const void*> parts{a.const_data_ptr(), b.const_data_ptr(), c.const_data_ptr()};
+    const auto out = at::empty({5000}, dtype);
+    reduce_parts(out.data_ptr(), parts, 5000, dtype, ReduceOp::kSum);
+    EXPECT_TRUE(at::equal(out, a + b + c)) << dtype;
+    EXPECT_THROW(reduce_parts(out.data_ptr(), parts, 5000, dtype, ReduceOp::kMax), NotSupported);
+  }
+  EXPECT_THROW(reduce_parts(nullptr, {nullptr}, 1, at::kBool, ReduceOp::kSum), NotSupported);
 }
 
 TEST(ShmSegment, IsForItsUserAlone) {

@@ -19,8 +19,8 @@
 
 #include "comm/backends/backends.h"
 #include "comm/backends/shm/arena.h"
-#include "comm/backends/shm/sum.h"
 #include "comm/origin.h"
+#include "comm/sum.h"
 
 namespace fsdp::comm::shm {
 namespace {

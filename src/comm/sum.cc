@@ -1,14 +1,15 @@
-#include "comm/backends/shm/sum.h"
+#include "comm/sum.h"
 
 #include <algorithm>
 #include <cmath>
 
 #include <c10/util/BFloat16.h>
+#include <c10/util/complex.h>
 #include <c10/util/Half.h>
 #include <c10/util/StringUtil.h>
 #include <fsdp/error.h>
 
-namespace fsdp::comm::shm {
+namespace fsdp::comm {
 namespace {
 
 // Elements that are reduced over all parts before the next: the accumulator stays in the first-level cache.
@@ -58,6 +59,8 @@ void reduce(void* out_bytes, const std::vector<const void*>& parts, int64_t coun
   }
 }
 
+const char* name_of(ReduceOp op) { return op == ReduceOp::kSum ? "sum" : op == ReduceOp::kMax ? "maximum" : "minimum"; }
+
 template <class T, class Accumulator = T>
 void reduce_as(void* out, const std::vector<const void*>& parts, int64_t count, ReduceOp op) {
   switch (op) {
@@ -92,9 +95,16 @@ void reduce_parts(void* out, const std::vector<const void*>& parts, int64_t coun
       return reduce_as<int32_t>(out, parts, count, op);
     case at::kLong:
       return reduce_as<int64_t>(out, parts, count, op);
+    case at::kComplexFloat:
+      if (op == ReduceOp::kSum) return reduce<c10::complex<float>, c10::complex<float>, Sum>(out, parts, count);
+      break;
+    case at::kComplexDouble:
+      if (op == ReduceOp::kSum) return reduce<c10::complex<double>, c10::complex<double>, Sum>(out, parts, count);
+      break;
     default:
-      throw NotSupported(c10::str("the shm engine reduces no tensors of ", dtype));
+      break;
   }
+  throw NotSupported(c10::str("ranks of the CPU have no ", name_of(op), " of ", dtype, " tensors"));
 }
 
-}  // namespace fsdp::comm::shm
+}  // namespace fsdp::comm
