@@ -1,7 +1,8 @@
 // One rank of a collective's timing: a channel of libfsdp's, or memory copied for comparison. Serves the driver's
 // commands (see ../README.md, "Protocol"): `run <op> <bytes> <count>` answers the mean microseconds of `count` of them,
 // one after the other, each with the ranks' parts of <bytes>. `run_own`: a gather's input is memory of the channel's,
-// from which it sends without a copy.
+// from which it sends without a copy; else a tensor as the engine makes them, in huge pages where the kernel gives
+// them.
 #include <algorithm>
 #include <chrono>
 #include <cstring>
@@ -16,6 +17,7 @@
 #include <CLI/CLI.hpp>
 #include <nlohmann/json.hpp>
 
+#include "base/huge_pages.h"
 #include "comm/channel.h"
 #include "mesh/mesh_state.h"
 #include "shard/segments.h"
@@ -50,9 +52,9 @@ class Wire {
   double run(const std::string& op, int64_t bytes, int64_t count, bool own) {
     const int64_t elements = bytes / static_cast<int64_t>(sizeof(float));
     const fsdp::shard::Segments segments(config_.world, elements);
-    const auto part = own ? channel_->buffer(bytes, at::kCPU).view(at::kFloat) : torch::empty({elements});
+    const auto part = own ? channel_->buffer(bytes, at::kCPU).view(at::kFloat) : made(elements, at::kFloat);
     part.fill_(config_.rank + 1);
-    const auto whole = torch::empty({elements * config_.world});
+    const auto whole = made(elements * config_.world, at::kFloat);
     const auto gather = [&] { channel_->all_gather(whole, part, segments)->wait(); };
     // Each reduction has an input of its own, as the engine's have: it is the channel's once it was issued.
     const auto reduce = [&] {
@@ -85,11 +87,13 @@ class Wire {
   /// and writes one (a copy reads and writes a byte each).
   double copy(const std::string& op, int64_t bytes, int64_t count) {
     const int64_t moved = op == "all_gather" ? config_.world * bytes : (config_.world + 1) * bytes / 2;
-    const auto from = torch::ones({moved}, torch::kByte), to = torch::zeros({moved}, torch::kByte);
+    const auto from = made(moved, at::kByte).fill_(1), to = made(moved, at::kByte).fill_(0);
     return timed(count, [&] { std::memcpy(to.data_ptr(), from.data_ptr(), static_cast<size_t>(moved)); });
   }
 
  private:
+  static at::Tensor made(int64_t numel, at::ScalarType dtype) { return fsdp::base::empty({numel}, dtype); }
+
   Config config_;
   fsdp::DeviceMesh mesh_;
   std::shared_ptr<fsdp::comm::Channel> channel_;

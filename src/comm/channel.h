@@ -35,6 +35,12 @@ class Pending {
   virtual int64_t held_bytes() const { return 0; }
 };
 
+/// Memory of the CPU that takes some of the bytes of a segment.
+struct Piece {
+  void* to;
+  int64_t bytes;
+};
+
 /// Where the segments of an all-gather go when their reader does not want them in one flat buffer. Called on a thread
 /// that waits on the channel, for this or for a later collective; the bytes are valid during the call only.
 class Placement {
@@ -44,6 +50,9 @@ class Placement {
   virtual void segment(int64_t rank, const void* bytes) = 0;
   /// ... all of them, one after another.
   virtual void whole(const void* bytes) = 0;
+  /// The pieces that take a rank's segment, in its order, for who can write there directly; none: nobody wants it.
+  /// False, if there is no such list: segment() must be called.
+  virtual bool pieces(int64_t, std::vector<Piece>&) { return false; }
 };
 
 /// One ordered lane of collectives among a fixed set of ranks: what rank A issues as its n-th call, every other rank

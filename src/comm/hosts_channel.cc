@@ -67,6 +67,10 @@ class Joined final : public Placement {
   void whole(const void* bytes) override {
     if (to_) std::memcpy(to_, bytes, segments_.total() * width_);
   }
+  bool pieces(int64_t rank, std::vector<Piece>& into) override {
+    if (to_) into.push_back({to_ + segments_.begin(rank) * width_, segments_.length(rank) * width_});
+    return true;
+  }
 
  private:
   char* to_;

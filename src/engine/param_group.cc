@@ -198,6 +198,9 @@ class ParamGroup::Destination final : public comm::Placement {
   void whole(const void* bytes) override {
     if (group) group->place_whole(*layout_, static_cast<const char*>(bytes));
   }
+  bool pieces(int64_t rank, std::vector<comm::Piece>& into) override {
+    return !group || group->list_pieces(*layout_, rank, into);
+  }
   ParamGroup* group;
 
  private:
@@ -300,6 +303,20 @@ void ParamGroup::place_segment(const shard::FlatLayout& layout, int64_t rank, co
     base::copy_blocks(targets_[i].bytes() + part.at, part.stride, bytes + layout.local_offset(i, rank), part.length,
                       part.length, part.count, device_);
   }
+}
+
+bool ParamGroup::list_pieces(const shard::FlatLayout& layout, int64_t rank, std::vector<comm::Piece>& into) {
+  constexpr int64_t kWorthAPiece = 4096;  // bytes; smaller ones are copied faster than listed
+  if (!device_.is_cpu()) return false;
+  allocate_leaves();
+  for (size_t i = 0; i < targets_.size(); ++i) {
+    const auto part = layout.part(i, rank);
+    if (part.count > 1 && part.length < kWorthAPiece) return false;
+    for (int64_t slab = 0; slab < part.count; ++slab) {
+      into.push_back({targets_[i].bytes() + part.at + slab * part.stride, part.length});
+    }
+  }
+  return true;
 }
 
 void ParamGroup::place_whole(const shard::FlatLayout& layout, const char* bytes) {

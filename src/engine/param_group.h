@@ -318,6 +318,7 @@ class ParamGroup {
   void refuse_in_place(const char* what) const;
   void place_segment(const shard::FlatLayout& layout, int64_t rank, const char* bytes);
   void place_whole(const shard::FlatLayout& layout, const char* bytes);
+  bool list_pieces(const shard::FlatLayout& layout, int64_t rank, std::vector<comm::Piece>& into);
   std::optional<Gather> gathering_;
   std::vector<Gather> discarded_;
 

@@ -27,6 +27,7 @@ FSDP_PROCESS_BODY(gloo_collectives) {
   // Larger than the sockets' buffers, both ways at once.
   check_all_gather(mesh::World::current()->channel(), shard::Segments(world_size(), 1'000'000), at::kFloat);
   check_reduce_scatter(mesh::World::current()->channel(), shard::Segments(world_size(), 1'000'000), at::kFloat);
+  check_own_sums(mesh::World::current()->channel());
   destroy_process_group();
 }
 

@@ -1,9 +1,18 @@
+#include <linux/filter.h>
+#include <linux/seccomp.h>
 #include <signal.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <chrono>
+#include <cstddef>
+#include <cstring>
 #include <filesystem>
+#include <functional>
+#include <iterator>
 #include <set>
 #include <thread>
 
@@ -14,6 +23,7 @@
 #include "channel_checks.h"
 #include "comm/backends/shm/arena.h"
 #include "comm/backends/shm/board.h"
+#include "comm/backends/shm/peers.h"
 #include "comm/backends/shm/shm_channel.h"
 #include "comm/segment.h"
 #include "comm/sum.h"
@@ -79,6 +89,120 @@ TEST_P(ShmThreads, MoreInFlightThanABoardHasLines) {
   });
 }
 
+// --- large contributions, which peers read out of the tensor --------------------------------------------------------
+
+constexpr int64_t kLarge = 100'000;  // floats
+
+/// Waits, and then does to `given` what its owner may do.
+void wait_and_overwrite(Pending& pending, const at::Tensor& given) {
+  pending.wait();
+  given.fill_(-1);
+}
+
+void expect_gathered(const at::Tensor& whole, int64_t each, const std::function<float(int64_t)>& of_rank) {
+  for (int64_t rank = 0; rank < whole.numel() / each; ++rank) {
+    const auto part = whole.narrow(0, rank * each, each);
+    ASSERT_TRUE(part.eq(of_rank(rank)).all().item<bool>()) << "of rank " << rank << ": " << part;
+  }
+}
+
+// A rank that is late at any point finds what was contributed, though its owner has written there since.
+TEST_P(ShmThreads, WhatWasGivenIsItsOwnersAfterTheWait) {
+  run_ranks(GetParam(), [](int rank) {
+    const auto channel = open_here();
+    const int world = channel->size();
+    const auto nap = [&](bool wanted) {
+      if (wanted) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    };
+    for (int late = 0; late < world; ++late) {
+      for (const bool before : {true, false}) {
+        const auto value = [&](int64_t of) { return static_cast<float>(10 * late + of + 1); };
+        const auto mine = at::full({kLarge}, value(rank)), whole = at::empty({kLarge * world});
+        nap(before && rank == late);
+        auto gather = channel->all_gather_even(whole, mine);
+        nap(!before && rank == late);
+        wait_and_overwrite(*gather, mine);
+        expect_gathered(whole, kLarge, value);
+
+        const auto in = at::full({kLarge * world}, value(rank)), sum = at::empty({kLarge});
+        nap(before && rank == late);
+        auto reduction = channel->reduce_scatter(sum, in, shard::Segments(world, kLarge));
+        nap(!before && rank == late);
+        wait_and_overwrite(*reduction, in);
+        float expected = 0;
+        for (int other = 0; other < world; ++other) expected += value(other);
+        ASSERT_TRUE(sum.eq(expected).all().item<bool>());
+
+        const auto sent = at::full({kLarge}, value(rank));
+        nap(before && rank == late);
+        auto broadcast = channel->broadcast(sent, late == 0 ? world - 1 : 0);
+        nap(!before && rank == late);
+        broadcast->wait();
+        ASSERT_TRUE(sent.eq(value(late == 0 ? world - 1 : 0)).all().item<bool>());
+        sent.fill_(-1);
+      }
+    }
+  });
+}
+
+// Owners write while peers are in the middle of reading.
+TEST_P(ShmThreads, WhatMovesWhileItIsReadIsReadAgain) {
+  run_ranks(GetParam(), [](int rank) {
+    const auto channel = open_here();
+    const int world = channel->size();
+    uint64_t seed = static_cast<uint64_t>(rank) + 1;
+    const auto some = [&] { return (seed = seed * 6364136223846793005ull + 1442695040888963407ull) >> 33; };
+    std::vector<at::Tensor> mine, whole;
+    for (int k = 0; k < 3; ++k) {
+      mine.push_back(at::empty({4 * kLarge}));
+      whole.push_back(at::empty({4 * kLarge * world}));
+    }
+    for (int i = 0; i < 20; ++i) {
+      std::vector<std::unique_ptr<Pending>> pending;
+      const auto value = [&](int k, int64_t of) { return static_cast<float>(1000 * i + 100 * k + of); };
+      for (int k = 0; k < 3; ++k) {
+        mine[static_cast<size_t>(k)].fill_(value(k, rank));
+        pending.push_back(channel->all_gather_even(whole[static_cast<size_t>(k)], mine[static_cast<size_t>(k)]));
+      }
+      for (int k : i % 2 ? std::vector<int>{0, 1, 2} : std::vector<int>{2, 0, 1}) {
+        std::this_thread::sleep_for(std::chrono::microseconds(some() % 1500));
+        wait_and_overwrite(*pending[static_cast<size_t>(k)], mine[static_cast<size_t>(k)]);
+        expect_gathered(whole[static_cast<size_t>(k)], 4 * kLarge, [&](int64_t of) { return value(k, of); });
+      }
+    }
+  });
+}
+
+/// Takes segments in pieces of 1000 floats, or as a whole.
+class Pieces final : public Placement {
+ public:
+  Pieces(at::Tensor whole, bool listed) : whole_(std::move(whole)), listed_(listed) {}
+  void segment(int64_t rank, const void* bytes) override { std::memcpy(at(rank), bytes, kLarge * sizeof(float)); }
+  void whole(const void* bytes) override { std::memcpy(at(0), bytes, whole_.nbytes()); }
+  bool pieces(int64_t rank, std::vector<Piece>& into) override {
+    for (int64_t i = 0; listed_ && i < kLarge; i += 1000) into.push_back({at(rank) + i, 1000 * sizeof(float)});
+    return listed_;
+  }
+
+ private:
+  float* at(int64_t rank) const { return whole_.data_ptr<float>() + rank * kLarge; }
+  at::Tensor whole_;
+  bool listed_;
+};
+
+TEST_P(ShmThreads, APlacementMayBeInPieces) {
+  run_ranks(GetParam(), [](int rank) {
+    const auto channel = open_here();
+    const auto segments = shard::Segments(channel->size(), kLarge);
+    for (const bool listed : {true, false}) {
+      const auto mine = at::full({kLarge}, static_cast<float>(rank)), whole = at::empty({kLarge * channel->size()});
+      auto pending = channel->all_gather_to(std::make_shared<Pieces>(whole, listed), mine, segments);
+      wait_and_overwrite(*pending, mine);
+      expect_gathered(whole, kLarge, [](int64_t of) { return static_cast<float>(of); });
+    }
+  });
+}
+
 INSTANTIATE_TEST_SUITE_P(Worlds, ShmThreads, ::testing::Values(2, 3, 5, 8));
 
 std::string error_of(const std::function<void()>& body) {
@@ -130,6 +254,26 @@ TEST(ShmErrorThreads, AnAbsentRankIsATimeoutThatNamesIt) {
     EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(5));
     EXPECT_EQ(tensor.sum().item<double>(), 2.0);
     given_up = true;
+  });
+}
+
+// The one that gave up may have freed the tensor: whoever comes later gets an error and no bytes of something else.
+TEST(ShmErrorThreads, WhatARankGaveUpIsAnErrorForTheLate) {
+  std::atomic<bool> given_up{false};
+  run_ranks(2, [&](int rank) {
+    const auto channel = open_here(std::chrono::milliseconds(rank == 0 ? 200 : 10'000));
+    auto mine = at::ones({kLarge});
+    const auto whole = at::zeros({2 * kLarge});
+    if (rank == 0) {
+      EXPECT_THROW(channel->all_gather_even(whole, mine)->wait(), TimeoutError);
+      mine.fill_(2);
+      given_up = true;
+      return;
+    }
+    while (!given_up) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    const auto what = error_of([&] { channel->all_gather_even(whole, mine)->wait(); });
+    EXPECT_NE(what.find("rank 0 gave it up before rank 1 had read its part"), std::string::npos) << what;
+    EXPECT_FALSE(whole.eq(2).any().item<bool>());
   });
 }
 
@@ -246,6 +390,7 @@ FSDP_PROCESS_BODY(shm_collectives) {
   check_channel(channel);
   check_all_gather(channel, shard::Segments(world_size(), 200'000), at::kFloat);
   check_reduce_scatter(channel, shard::Segments(world_size(), 200'000), at::kFloat);
+  check_own_sums(channel);
   destroy_process_group();
 }
 
@@ -301,6 +446,58 @@ TEST(ShmFault, AKilledPeerIsACommErrorThatNamesIt) {
   const auto results = run_processes(3, "shm_killed_peer", {.expected_to_fail = {2}});
   EXPECT_EQ(results[2].exit_code, 128 + SIGKILL);
 }
+
+FSDP_PROCESS_BODY(shm_killed_lender) {
+  init_process_group({.engine = "shm", .timeout = std::chrono::seconds(30)});
+  auto& channel = mesh::World::current()->channel();
+  barrier();
+  const auto mine = at::ones({kLarge}), whole = at::zeros({kLarge * world_size()});
+  auto pending = channel.all_gather_even(whole, mine);
+  if (rank() == world_size() - 1) ::raise(SIGKILL);
+  ::usleep(300'000);  // until it has ended: it is there to be read, and its owner is not
+  const auto begin = std::chrono::steady_clock::now();
+  const auto what = error_of([&] { pending->wait(); });
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(10));
+  EXPECT_NE(what.find("rank 2 has ended"), std::string::npos) << what;
+}
+
+TEST(ShmFault, AKilledRankWhoseTensorIsReadIsACommErrorThatNamesIt) {
+  const auto results = run_processes(3, "shm_killed_lender", {.expected_to_fail = {2}});
+  EXPECT_EQ(results[2].exit_code, 128 + SIGKILL);
+}
+
+/// No process_vm_readv in this process from now on, as in many a container.
+void forbid_direct_reads() {
+  sock_filter program[] = {
+      BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),
+      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_process_vm_readv, 0, 1),
+      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | EPERM),
+      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
+  };
+  const sock_fprog filter{std::size(program), program};
+  ASSERT_EQ(::prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), 0);
+  ASSERT_EQ(::prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &filter), 0);
+}
+
+FSDP_PROCESS_BODY(shm_without_direct_reads) {
+  init_process_group({.engine = "gloo", .timeout = std::chrono::seconds(30)});
+  if (rank() == 1) forbid_direct_reads();
+  const auto world = mesh::World::current();
+  const Rendezvous meeting{.store = world->store(), .rank = rank(), .size = world_size(), .name = "test"};
+  std::string reason;
+  auto peers = shm::Peers::meet(meeting, reason);
+  ASSERT_TRUE(peers) << reason;
+  EXPECT_FALSE(peers->direct());  // on the others too
+  shm::ShmChannel channel(meeting, std::move(*peers));
+  check_channel(channel);
+  const auto mine = at::full({kLarge}, static_cast<float>(rank())), whole = at::empty({kLarge * world_size()});
+  wait_and_overwrite(*channel.all_gather_even(whole, mine), mine);
+  expect_gathered(whole, kLarge, [](int64_t of) { return static_cast<float>(of); });
+  barrier();
+  destroy_process_group();
+}
+
+TEST(ShmChoiceProcs, WorksWhereARankMayNotReadAnothersMemory) { run_processes(3, "shm_without_direct_reads"); }
 
 FSDP_PROCESS_BODY(shm_stopped_peer) {
   init_process_group({.engine = "shm", .timeout = std::chrono::seconds(1)});

@@ -5,13 +5,44 @@
 
 namespace fsdp::comm::shm {
 
+/// Where the bytes are that a rank contributes.
+enum class Source : uint32_t {
+  kSegment,  // in its segment; they stay there until every peer has read them
+  kTensor,   // in a tensor, which its owner moves to the segment or takes back when it wants to write there
+  kGone,     // taken back
+};
+
 /// What a rank says about its part in one collective.
+///
+/// Note: read before moved. A peer that reads a tensor looks at `source` again afterwards: what it read counts if that
+/// still says kTensor, since the owner changes it before it lets anybody write there. So no owner waits for a reader.
 struct Post {
-  uint64_t offset = 0;  // of the contribution, in the rank's segment
   uint64_t layout = 0;  // stands for how it is cut, and for whatever else must be equal on all ranks
   uint64_t count = 0;   // elements of the whole, for messages
   int32_t operation = 0;
   int32_t dtype = 0;
+  uint64_t offset = 0;   // of the contribution, in the rank's segment
+  uint64_t address = 0;  // of the tensor, in the rank's process
+  std::atomic<Source> source{Source::kSegment};
+
+  void lies_in_segment(uint64_t at) {
+    offset = at;
+    source.store(Source::kSegment, std::memory_order_release);
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+  }
+  void lies_in_tensor(const void* at) {
+    address = reinterpret_cast<uintptr_t>(at);
+    source.store(Source::kTensor, std::memory_order_release);
+  }
+  void is_gone() {
+    source.store(Source::kGone, std::memory_order_release);
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+  }
+  /// A peer: whether what it has read since `source` said kTensor is what was contributed.
+  bool was_there() const {
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    return source.load(std::memory_order_acquire) == Source::kTensor;
+  }
 };
 
 /// The head of a rank's segment. Its owner writes posts; peers read them and sleep on them.
@@ -21,7 +52,7 @@ struct Post {
 /// raised its own `done` above it.
 struct Board {
   static constexpr uint32_t kLines = 512;
-  static constexpr uint64_t kMagic = 0x6c69626673647031;  // "libfsdp1"
+  static constexpr uint64_t kMagic = 0x6c69626673647032;  // "libfsdp2"
 
   uint64_t magic = kMagic;
   uint64_t nonce = 0;  // tells this segment from any other

@@ -40,15 +40,22 @@ class Peers {
   char* own_data() const { return segments_[rank_].data(); }
   uint64_t own_bytes() const { return segments_[rank_].bytes(); }
 
+  /// Whether every rank may read every other's memory (process_vm_readv), not only its segment. The same on all ranks.
+  bool direct() const { return direct_; }
+  bool has_ended(int peer) const;
+  /// Copies `peer`'s memory from `address` on to `pieces`, one after another. False: it has ended, or does not have
+  /// that memory (any more).
+  bool read(int peer, uint64_t address, const std::vector<Piece>& pieces) const;
+
   /// Blocks until `peer` posted `number`, or until `deadline`: false then. Throws CommError (by way of std::exception)
   /// once the peer has ended, or closed its channel, without posting it.
   bool wait_for_post(int peer, uint32_t number, std::chrono::steady_clock::time_point deadline) const;
 
  private:
   Peers() = default;
-  bool has_ended(int peer) const;
 
   int rank_ = 0;
+  bool direct_ = false;
   int owner_ = 0;  // this rank's process
   std::vector<Segment> segments_;
   struct Process {

@@ -29,6 +29,12 @@ using Clock = std::chrono::steady_clock;
 
 enum class Kind : int32_t { kAllGather, kReduceScatter, kAllReduce, kBroadcast };
 
+// A contribution of so many bytes is read where it lies; a smaller one is copied when it is issued.
+constexpr int64_t kDirect = 256 << 10;
+constexpr int64_t kReducedAtOnce = 256 << 10;
+// How fast memory is copied, in bytes a nanosecond, to tell how long waiting is worth it.
+constexpr int64_t kCopySpeed = 8;
+
 const char* name_of(Kind kind) {
   switch (kind) {
     case Kind::kAllGather:
@@ -76,11 +82,13 @@ class ShmChannel::State : public std::enable_shared_from_this<State> {
     std::shared_ptr<Placement> place{};  // of a gather without `out`
     ReduceOp reduce = ReduceOp::kSum;
     int root = 0;
-    int seen = 0;  // peers whose posts have come, in order from this rank on
-    bool done = false;
+    int seen = 0;          // peers whose posts have come, in order from this rank on
+    bool exposed = false;  // peers may be reading `in`, wherever that lies
+    bool done = false;     // the result is there
 
     void drop() {
-      out = in = at::Tensor();
+      out = at::Tensor();
+      if (!exposed) in = at::Tensor();
       place.reset();
     }
   };
@@ -89,6 +97,8 @@ class ShmChannel::State : public std::enable_shared_from_this<State> {
   std::unique_ptr<Pending> issue(Operation operation, bool contributes, uint64_t layout, int64_t count);
   /// Works on the operations up to `wanted`, in order, as posts come. False: `deadline` came first.
   bool progress(OperationPtr wanted, Clock::time_point deadline);  // a copy: it leaves the queue on the way
+  /// What the collective was given is its owner's again: whoever has not read it finds a copy.
+  void settle(const OperationPtr& operation);
   at::Tensor buffer(int64_t nbytes);
   /// The rank that the oldest collective in flight waits for.
   int awaited() const;
@@ -103,9 +113,13 @@ class ShmChannel::State : public std::enable_shared_from_this<State> {
   bool advance(Operation& operation, Clock::time_point deadline);
   void check(const Operation& operation, int peer);
   void finish(Operation& operation);
-  const char* contribution(const Operation& operation, int peer) const {
-    return peers_.data(peer) + peers_.board(peer).line(operation.number).offset;
-  }
+  bool read_by_all(uint32_t number) const;
+  const char* mapped(const Operation& operation, int peer) const;
+  bool read(const Operation& operation, int peer, int64_t begin, const std::vector<Piece>& pieces) const;
+  void take(const Operation& operation, int peer, const std::vector<Piece>& pieces) const;
+  void take_segment(const Operation& operation, int peer) const;
+  void reduce(const Operation& operation, int64_t begin, int64_t count) const;
+  uint64_t copy_to_segment(uint32_t number, const at::Tensor& tensor);
   void take_back();
   void wait_for_line();
 
@@ -114,6 +128,8 @@ class ShmChannel::State : public std::enable_shared_from_this<State> {
   Arena arena_;
   uint32_t issued_ = 0;
   std::deque<OperationPtr> in_flight_;
+  std::vector<OperationPtr> exposed_;
+  const Staging staging_;
   std::exception_ptr broken_;  // an error ends the channel: peers may be anywhere
 
   /// What peers may still be reading.
@@ -146,18 +162,24 @@ class ShmPending final : public Pending {
   void wait() override {
     const auto& origin = state_->origin();
     translating_errors(origin, name_of(operation_->kind), [&] {
-      if (operation_->done || state_->progress(operation_, Clock::now() + origin.timeout)) return;
+      if (wait_until(Clock::now() + origin.timeout)) return;
       state_->fail(std::make_exception_ptr(c10d::TimeoutError(
           {__func__, __FILE__, __LINE__}, c10::str("timed out; rank ", state_->awaited(), " did not come"))));
       state_->progress(operation_, {});
     });
   }
   bool wait_for(std::chrono::milliseconds limit) override {
-    return operation_->done || translating_errors(state_->origin(), name_of(operation_->kind),
-                                                  [&] { return state_->progress(operation_, Clock::now() + limit); });
+    return translating_errors(state_->origin(), name_of(operation_->kind),
+                              [&] { return wait_until(Clock::now() + limit); });
   }
 
  private:
+  bool wait_until(Clock::time_point deadline) {
+    if (!operation_->done && !state_->progress(operation_, deadline)) return false;
+    if (operation_->exposed) state_->settle(operation_);
+    return true;
+  }
+
   std::shared_ptr<ShmChannel::State> state_;
   ShmChannel::State::OperationPtr operation_;
 };
@@ -174,19 +196,24 @@ std::unique_ptr<Pending> ShmChannel::State::issue(Operation given, bool contribu
     operation->number = issued_;
     auto& board = peers_.board(origin_.rank);
     auto& line = board.line(operation->number);
-    line = {0, layout, static_cast<uint64_t>(count), static_cast<int32_t>(operation->kind),
-            static_cast<int32_t>(operation->in.scalar_type())};
+    line.layout = layout;
+    line.count = static_cast<uint64_t>(count);
+    line.operation = static_cast<int32_t>(operation->kind);
+    line.dtype = static_cast<int32_t>(operation->in.scalar_type());
     if (contributes && operation->in.nbytes() > 0) {
       const auto* from = static_cast<const char*>(operation->in.const_data_ptr());
       const char* begin = peers_.own_data();
       // What came from buffer() is the channel's from now on; everything else is its owner's to write again.
       if (from >= begin && from < begin + peers_.own_bytes()) {
-        line.offset = static_cast<uint64_t>(from - begin);
+        line.lies_in_segment(static_cast<uint64_t>(from - begin));
         lend({operation->number, std::nullopt, operation->in});
+      } else if (peers_.direct() && static_cast<int64_t>(operation->in.nbytes()) >= kDirect &&
+                 operation->kind != Kind::kAllReduce) {
+        line.lies_in_tensor(from);
+        operation->exposed = true;
+        exposed_.push_back(operation);
       } else {
-        line.offset = arena_.allocate(operation->in.nbytes());
-        std::memcpy(peers_.own_data() + line.offset, from, operation->in.nbytes());
-        lend({operation->number, line.offset, {}});
+        line.lies_in_segment(copy_to_segment(operation->number, operation->in));
       }
     }
     in_flight_.push_back(operation);
@@ -220,6 +247,11 @@ void ShmChannel::State::fail(std::exception_ptr error) {
     broken_ = std::move(error);
     lent.swap(lent_);
   }
+  for (auto& operation : std::exchange(exposed_, {})) {
+    if (!read_by_all(operation->number)) peers_.board(origin_.rank).line(operation->number).is_gone();
+    operation->exposed = false;
+    operation->in.reset();
+  }
   // Tensors of buffer() hold this object, so it must not hold them for ever.
   for (auto& operation : in_flight_) operation->drop();
 }
@@ -241,18 +273,7 @@ bool ShmChannel::State::advance(Operation& operation, Clock::time_point deadline
     const int peer = (origin_.rank + operation.seen) % origin_.size;
     if (!peers_.wait_for_post(peer, operation.number, deadline)) return false;
     check(operation, peer);
-    if (operation.kind == Kind::kAllGather) {
-      const auto& segments = *operation.segments;
-      const auto width = static_cast<int64_t>(operation.in.element_size());
-      const int64_t length = segments.length(peer) * width;
-      if (length == 0) continue;
-      if (operation.place) {
-        operation.place->segment(peer, contribution(operation, peer));
-      } else {
-        auto* to = static_cast<char*>(operation.out.data_ptr()) + segments.begin(peer) * width;
-        std::memcpy(to, contribution(operation, peer), static_cast<size_t>(length));
-      }
-    }
+    if (operation.kind == Kind::kAllGather) take_segment(operation, peer);
   }
   finish(operation);
   return true;
@@ -270,35 +291,131 @@ void ShmChannel::State::check(const Operation& operation, int peer) {
 }
 
 void ShmChannel::State::finish(Operation& operation) {
-  const auto dtype = operation.in.scalar_type();
-  const auto reduce = [&](int64_t begin, int64_t count) {
-    std::vector<const void*> parts;
-    for (int rank = 0; rank < origin_.size; ++rank) parts.push_back(contribution(operation, rank) + begin);
-    if (count > 0) reduce_parts(operation.out.data_ptr(), parts, count, dtype, operation.reduce);
-  };
   switch (operation.kind) {
     case Kind::kAllGather:
       return;
     case Kind::kReduceScatter:
-      return reduce(operation.segments->begin(origin_.rank) * static_cast<int64_t>(operation.out.element_size()),
-                    operation.out.numel());
+      return reduce(operation, operation.segments->begin(origin_.rank), operation.out.numel());
     case Kind::kAllReduce:
-      return reduce(0, operation.out.numel());
+      return reduce(operation, 0, operation.out.numel());
     case Kind::kBroadcast:
-      if (origin_.rank != operation.root && operation.out.nbytes() > 0) {
-        std::memcpy(operation.out.data_ptr(), contribution(operation, operation.root), operation.out.nbytes());
-      }
-      return;
+      if (origin_.rank == operation.root) return;
+      return take(operation, operation.root,
+                  {{operation.out.data_ptr(), static_cast<int64_t>(operation.out.nbytes())}});
   }
 }
 
-void ShmChannel::State::take_back() {
-  const auto read_by_all = [&](uint32_t number) {
-    for (int peer = 0; peer < origin_.size; ++peer) {
-      if (!peers_.board(peer).has_done(number)) return false;
+// --- contributions --------------------------------------------------------------------------------------------------
+
+/// A contribution in a segment, or this rank's own; null if it lies in a peer's tensor.
+const char* ShmChannel::State::mapped(const Operation& operation, int peer) const {
+  const auto& post = peers_.board(peer).line(operation.number);
+  switch (peer == origin_.rank && operation.exposed ? Source::kTensor : post.source.load(std::memory_order_acquire)) {
+    case Source::kSegment:
+      return peers_.data(peer) + post.offset;
+    case Source::kTensor:
+      return peer == origin_.rank ? static_cast<const char*>(operation.in.const_data_ptr()) : nullptr;
+    case Source::kGone:
+      break;
+  }
+  throw std::runtime_error(c10::str("rank ", peer, " gave it up before rank ", origin_.rank, " had read its part"));
+}
+
+/// Reads what mapped() does not show. False: it has been moved meanwhile, so that mapped() shows it.
+bool ShmChannel::State::read(const Operation& operation, int peer, int64_t begin,
+                             const std::vector<Piece>& pieces) const {
+  const auto& post = peers_.board(peer).line(operation.number);
+  const bool there = peers_.read(peer, post.address + static_cast<uint64_t>(begin), pieces);
+  const bool ended = peers_.has_ended(peer);  // before the look: a rank that moved it, and then ended, is no fault
+  if (!post.was_there()) return false;
+  if (there && !ended) return true;
+  throw std::runtime_error(c10::str("rank ", peer, ended ? " has ended" : "'s memory cannot be read any more"));
+}
+
+void ShmChannel::State::take(const Operation& operation, int peer, const std::vector<Piece>& pieces) const {
+  const char* from = mapped(operation, peer);
+  if (!from) {
+    if (read(operation, peer, 0, pieces)) return;
+    from = mapped(operation, peer);
+  }
+  for (const auto& piece : pieces) {
+    if (piece.to != from) std::memcpy(piece.to, from, static_cast<size_t>(piece.bytes));
+    from += piece.bytes;
+  }
+}
+
+void ShmChannel::State::take_segment(const Operation& operation, int peer) const {
+  const auto& segments = *operation.segments;
+  const auto width = static_cast<int64_t>(operation.in.element_size());
+  const int64_t bytes = segments.length(peer) * width;
+  if (bytes == 0) return;
+  std::vector<Piece> pieces;
+  if (!operation.place) {
+    pieces.push_back({static_cast<char*>(operation.out.data_ptr()) + segments.begin(peer) * width, bytes});
+  } else if (const char* from = mapped(operation, peer)) {
+    return operation.place->segment(peer, from);
+  } else if (!operation.place->pieces(peer, pieces)) {
+    const auto whole = staging_.take(bytes, at::TensorOptions(at::kByte));
+    take(operation, peer, {{whole.data_ptr(), bytes}});
+    return operation.place->segment(peer, whole.const_data_ptr());
+  }
+  take(operation, peer, pieces);
+}
+
+void ShmChannel::State::reduce(const Operation& operation, int64_t begin, int64_t count) const {
+  const auto ranks = static_cast<size_t>(origin_.size);
+  const auto width = static_cast<int64_t>(operation.out.element_size()), bytes = count * width;
+  std::vector<const char*> shown;  // null: read a little at a time, so that it is in the cache when it is added
+  if (bytes == 0) return;
+  for (int peer = 0; peer < origin_.size; ++peer) shown.push_back(mapped(operation, peer));
+  const bool all = std::find(shown.begin(), shown.end(), nullptr) == shown.end();
+  const int64_t at_once = all ? bytes : std::min(bytes, kReducedAtOnce);
+  const auto bounce = staging_.take(all ? 0 : origin_.size * at_once, at::TensorOptions(at::kByte));
+  std::vector<const void*> parts(ranks);
+  for (int64_t done = 0; done < bytes; done += at_once) {
+    const int64_t n = std::min(at_once, bytes - done), from = begin * width + done;
+    for (size_t peer = 0; peer < ranks; ++peer) {
+      auto* copy = static_cast<char*>(bounce.data_ptr()) + static_cast<int64_t>(peer) * at_once;
+      if (!shown[peer] && !read(operation, static_cast<int>(peer), from, {Piece{copy, n}})) {
+        shown[peer] = mapped(operation, static_cast<int>(peer));
+      }
+      parts[peer] = shown[peer] ? shown[peer] + from : copy;
     }
-    return true;
-  };
+    reduce_parts(static_cast<char*>(operation.out.data_ptr()) + done, parts, n / width, operation.out.scalar_type(),
+                 operation.reduce);
+  }
+}
+
+bool ShmChannel::State::read_by_all(uint32_t number) const {
+  for (int peer = 0; peer < origin_.size; ++peer) {
+    if (!peers_.board(peer).has_done(number)) return false;
+  }
+  return true;
+}
+
+uint64_t ShmChannel::State::copy_to_segment(uint32_t number, const at::Tensor& tensor) {
+  const uint64_t block = arena_.allocate(tensor.nbytes());
+  std::memcpy(peers_.own_data() + block, tensor.const_data_ptr(), tensor.nbytes());
+  lend({number, block, {}});
+  return block;
+}
+
+void ShmChannel::State::settle(const OperationPtr& operation) {
+  // A peer that is about to read costs less than a copy. One that is late does not: it is waited for as long as
+  // the copy takes.
+  const auto bytes = static_cast<int64_t>(operation->in.nbytes());
+  const auto until = Clock::now() + std::chrono::nanoseconds(bytes / kCopySpeed);
+  while (!read_by_all(operation->number) && Clock::now() < until) std::this_thread::yield();
+  if (!read_by_all(operation->number)) {
+    auto& post = peers_.board(origin_.rank).line(operation->number);
+    post.lies_in_segment(copy_to_segment(operation->number, operation->in));
+  }
+  exposed_.erase(std::find(exposed_.begin(), exposed_.end(), operation));
+  operation->exposed = false;
+  operation->in.reset();
+}
+
+void ShmChannel::State::take_back() {
   std::deque<Lent> free;  // tensors go outside of the lock
   {
     std::lock_guard lock(mutex_);

@@ -11,9 +11,10 @@ namespace fsdp::comm::shm {
 
 /// Collectives among ranks that share memory; CPU tensors. Bytes move on the thread that waits.
 ///
-/// Cost of n bytes a rank, in bytes copied by each rank: all_gather n + n * world; reduce_scatter into n, from a tensor
-/// of buffer(), reads n * world and writes n; from another tensor it copies that first. all_reduce and broadcast read
-/// every contribution: for small or few tensors.
+/// Cost of n bytes a rank, in bytes copied by each rank: all_gather n * world; reduce_scatter into n reads n * world
+/// and writes n. Input of less than 256 KB that is not from buffer(), or of any size where ranks may not read each
+/// other's memory, is copied once more; so is what a peer has not read when its owner has waited as long as a copy
+/// takes. all_reduce reads every contribution: for small or few tensors.
 class ShmChannel final : public Channel {
  public:
   ShmChannel(const Rendezvous& rendezvous, Peers peers);
