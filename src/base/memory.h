@@ -76,6 +76,15 @@ inline void lend_storage(const at::Tensor& tensor, void* memory, int64_t nbytes)
   storage->set_nbytes(static_cast<size_t>(nbytes));
 }
 
+/// Makes a tensor's storage show bytes of `memory`, and hold them until it is gone or the next set_storage_size().
+inline void share_storage(const at::Tensor& tensor, const at::Tensor& memory, int64_t begin, int64_t nbytes) {
+  auto* storage = tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+  const auto let_go = [](void* held) { delete static_cast<at::Tensor*>(held); };
+  storage->set_data_ptr_noswap(c10::DataPtr(static_cast<char*>(memory.mutable_data_ptr()) + begin,
+                                            new at::Tensor(memory), let_go, tensor.device()));
+  storage->set_nbytes(static_cast<size_t>(nbytes));
+}
+
 /// The first byte of a tensor's storage.
 inline char* storage_bytes(const at::Tensor& tensor) {
   return static_cast<char*>(tensor.unsafeGetTensorImpl()->unsafe_storage().mutable_data());

@@ -8,7 +8,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/util/intrusive_ptr.h>
 
-#include "comm/staging.h"
+#include "base/buffer_pool.h"
 #include "shard/segments.h"
 
 namespace c10d {
@@ -95,10 +95,11 @@ class Channel {
   virtual at::Tensor buffer(int64_t nbytes, c10::Device device);
 
  protected:
-  const Staging& staging() const { return staging_; }
+  /// For what collectives send from and receive into where that is not a tensor of the caller's.
+  const base::BufferPool& staging() const { return staging_; }
 
  private:
-  Staging staging_;
+  base::BufferPool staging_;
 };
 
 /// Where a channel's members meet, and how long they wait for each other.

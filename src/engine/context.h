@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "base/buffer_pool.h"
 #include "engine/agreement.h"
 #include "engine/param_group.h"
 #include "engine/schedule.h"
@@ -44,6 +45,8 @@ class Context : public std::enable_shared_from_this<Context> {
   explicit Context(const DeviceMesh& mesh) : mesh_(mesh) {}
 
   Stats& stats() { return stats_; }
+  /// What whole parameters of the CPU lie in.
+  const base::BufferPool& leaf_memory() const { return leaf_memory_; }
   const std::vector<ParamGroup*>& groups() const { return groups_; }
   const std::vector<Event>& events() const { return events_; }
   const DeviceMesh& mesh() const { return mesh_; }
@@ -150,6 +153,7 @@ class Context : public std::enable_shared_from_this<Context> {
   size_t param_count_ = 0;
   Schedule schedule_;
   Stats stats_;
+  const base::BufferPool leaf_memory_;
 
   Phase phase_ = Phase::kIdle;
   std::string failure_;

@@ -45,15 +45,8 @@ void ParamGroup::share_memory() {
   PlainTensors plain;
   reshard();
   drop_discarded();
-  constexpr int64_t kLine = 64;  // bytes: no two parameters in one line of a cache
-  int64_t length = 0;
-  std::vector<int64_t> at;
-  for (const auto& target : targets_) {
-    at.push_back(length);
-    const int64_t bytes = target.tensor().numel() * target.tensor().element_size();
-    length += (bytes + kLine - 1) / kLine * kLine;
-  }
-  common_ = comm::CommonMemory::make(*axis_.channel, length);
+  auto at = side_by_side();
+  common_ = comm::CommonMemory::make(*axis_.channel, at.back());
   common_at_ = std::move(at);
   const auto lent = [memory = common_](void* at, at::IntArrayRef sizes, at::ScalarType dtype) {
     return at::from_blob(
@@ -90,8 +83,7 @@ void ParamGroup::publish() {
 void ParamGroup::open() {
   TORCH_INTERNAL_ASSERT(state_ == GatherState::kSharded && common_);
   for (size_t i = 0; i < targets_.size(); ++i) {
-    const auto& tensor = targets_[i].tensor();
-    base::lend_storage(tensor, common_->own() + common_at_[i], tensor.numel() * tensor.element_size());
+    base::lend_storage(targets_[i].tensor(), common_->own() + common_at_[i], targets_[i].nbytes());
   }
   for (auto& param : params_) param->filled_version_ = param->version();
   opened_ = true;

@@ -288,10 +288,26 @@ void ParamGroup::finish_gather() {
   }
 }
 
+std::vector<int64_t> ParamGroup::side_by_side() const {
+  constexpr int64_t kLine = 64;  // bytes: no two parameters in one line of a cache
+  std::vector<int64_t> at{0};
+  for (const auto& target : targets_) at.push_back(at.back() + (target.nbytes() + kLine - 1) / kLine * kLine);
+  return at;
+}
+
 void ParamGroup::allocate_leaves() {
   if (leaves_allocated_) return;
   leaves_allocated_ = true;
-  for (auto& param : params_) param->allocate_gathered();
+  if (device_.is_cpu() && context_ && unsharded_bytes() >= base::kHugeBuffer) {
+    // One buffer for all: groups of a size, as the blocks of a model are, take turns in it.
+    const auto at = side_by_side();
+    const auto memory = context_->leaf_memory().take(at.back(), at::TensorOptions(at::kByte));
+    for (size_t i = 0; i < targets_.size(); ++i) {
+      base::share_storage(targets_[i].tensor(), memory, at[i], targets_[i].nbytes());
+    }
+  } else {
+    for (auto& param : params_) param->allocate_gathered();
+  }
   note_param_bytes(unsharded_bytes());
 }
 

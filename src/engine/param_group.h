@@ -286,10 +286,13 @@ class ParamGroup {
     size_t k;
     const at::Tensor& tensor() const { return param->gathered()[k]; }
     char* bytes() const { return base::storage_bytes(tensor()); }
+    int64_t nbytes() const { return tensor().numel() * static_cast<int64_t>(tensor().element_size()); }
     at::ScalarType dtype() const { return tensor().scalar_type(); }
     shard::FlatLayout::Array array(int64_t world) const;
   };
   std::vector<Target> targets_;
+  /// Where each target begins, in bytes, if they all lie in one buffer; at last how long that is.
+  std::vector<int64_t> side_by_side() const;
   Span axis_;                 // the whole shard axis
   std::optional<Span> part_;  // of which some are kept between forward and backward
   at::Tensor part_bytes_;

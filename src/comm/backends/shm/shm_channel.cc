@@ -129,7 +129,7 @@ class ShmChannel::State : public std::enable_shared_from_this<State> {
   uint32_t issued_ = 0;
   std::deque<OperationPtr> in_flight_;
   std::vector<OperationPtr> exposed_;
-  const Staging staging_;
+  const base::BufferPool staging_;
   std::exception_ptr broken_;  // an error ends the channel: peers may be anywhere
 
   /// What peers may still be reading.

@@ -1,17 +1,20 @@
-#include "comm/staging.h"
+#include "base/buffer_pool.h"
 
 #include <algorithm>
 #include <new>
 #include <utility>
 
 #include <sys/mman.h>
+#ifdef __SANITIZE_ADDRESS__
+#include <sanitizer/asan_interface.h>
+#endif
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 
 #include "base/huge_pages.h"
 
-namespace fsdp::comm {
+namespace fsdp::base {
 namespace {
 
 struct Block {
@@ -30,15 +33,30 @@ Block map(int64_t bytes) {
   const auto head = static_cast<int64_t>(-reinterpret_cast<uintptr_t>(at) % kHuge);
   if (head > 0) ::munmap(mapped, static_cast<size_t>(head));
   ::munmap(mapped + head + bytes, static_cast<size_t>(kHuge - head));
-  base::want_huge_pages(mapped + head, bytes);
+  want_huge_pages(mapped + head, bytes);
   return {mapped + head, bytes};
 }
 
-void unmap(const Block& block) { ::munmap(block.data, static_cast<size_t>(block.bytes)); }
+// What nobody uses is not to be touched, which AddressSanitizer then finds.
+void poison([[maybe_unused]] const Block& block) {
+#ifdef __SANITIZE_ADDRESS__
+  __asan_poison_memory_region(block.data, static_cast<size_t>(block.bytes));
+#endif
+}
+void unpoison([[maybe_unused]] const Block& block) {
+#ifdef __SANITIZE_ADDRESS__
+  __asan_unpoison_memory_region(block.data, static_cast<size_t>(block.bytes));
+#endif
+}
+
+void unmap(const Block& block) {
+  unpoison(block);
+  ::munmap(block.data, static_cast<size_t>(block.bytes));
+}
 
 }  // namespace
 
-class Staging::Blocks {
+class BufferPool::Blocks {
  public:
   ~Blocks() {
     for (const auto& block : kept_) unmap(block);
@@ -53,6 +71,7 @@ class Staging::Blocks {
     Block block{};
     if (best != kept_.end()) {
       block = *best;
+      unpoison(block);
       kept_.erase(best);
       kept_bytes_ -= block.bytes;
     } else {
@@ -66,6 +85,7 @@ class Staging::Blocks {
 
   void give_back(const Block& block) {
     ::madvise(block.data, static_cast<size_t>(block.bytes), MADV_FREE);
+    poison(block);
     std::lock_guard lock(mutex_);
     in_use_ -= block.bytes;
     kept_.push_back(block);
@@ -92,17 +112,17 @@ class Staging::Blocks {
   int64_t kept_bytes_ = 0, in_use_ = 0, most_ = 0;
 };
 
-Staging::Staging() : blocks_(std::make_shared<Blocks>()) {}
+BufferPool::BufferPool() : blocks_(std::make_shared<Blocks>()) {}
 
-at::Tensor Staging::take(int64_t numel, const at::TensorOptions& options) const {
+at::Tensor BufferPool::take(int64_t numel, const at::TensorOptions& options) const {
   const int64_t bytes = numel * static_cast<int64_t>(options.dtype().itemsize());
-  if (!options.device().is_cpu() || bytes < base::kHugeBuffer) return at::empty({numel}, options);
+  if (!options.device().is_cpu() || bytes < kHugeBuffer) return at::empty({numel}, options);
   const auto block = blocks_->take(bytes);
   return at::from_blob(
       block.data, {numel}, [blocks = blocks_, block](void*) { blocks->give_back(block); },
       at::TensorOptions().dtype(options.dtype()));
 }
 
-int64_t Staging::kept_bytes() const { return blocks_->kept_bytes(); }
+int64_t BufferPool::kept_bytes() const { return blocks_->kept_bytes(); }
 
-}  // namespace fsdp::comm
+}  // namespace fsdp::base
