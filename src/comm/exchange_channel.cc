@@ -7,7 +7,8 @@
 namespace fsdp::comm {
 namespace {
 
-// A collective of more bytes than this goes to one peer after another; a smaller one is a single exchange.
+// A collective of more bytes than this goes peer by peer, straight from and to where it belongs; a smaller one is one
+// exchange of copies, which takes one trip instead of one a peer.
 constexpr int64_t kMuch = 1 << 20;
 
 std::vector<int64_t> bytes_of_each(const shard::Segments& segments, int64_t width) {

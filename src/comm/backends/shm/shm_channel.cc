@@ -309,12 +309,13 @@ void ShmChannel::State::finish(Operation& operation) {
 
 /// A contribution in a segment, or this rank's own; null if it lies in a peer's tensor.
 const char* ShmChannel::State::mapped(const Operation& operation, int peer) const {
+  if (peer == origin_.rank && operation.exposed) return static_cast<const char*>(operation.in.const_data_ptr());
   const auto& post = peers_.board(peer).line(operation.number);
-  switch (peer == origin_.rank && operation.exposed ? Source::kTensor : post.source.load(std::memory_order_acquire)) {
+  switch (post.source.load(std::memory_order_acquire)) {
     case Source::kSegment:
       return peers_.data(peer) + post.offset;
     case Source::kTensor:
-      return peer == origin_.rank ? static_cast<const char*>(operation.in.const_data_ptr()) : nullptr;
+      return nullptr;
     case Source::kGone:
       break;
   }
@@ -408,7 +409,12 @@ void ShmChannel::State::settle(const OperationPtr& operation) {
   while (!read_by_all(operation->number) && Clock::now() < until) std::this_thread::yield();
   if (!read_by_all(operation->number)) {
     auto& post = peers_.board(origin_.rank).line(operation->number);
-    post.lies_in_segment(copy_to_segment(operation->number, operation->in));
+    try {
+      post.lies_in_segment(copy_to_segment(operation->number, operation->in));
+    } catch (...) {  // the segment is full
+      fail(std::current_exception());
+      throw;
+    }
   }
   exposed_.erase(std::find(exposed_.begin(), exposed_.end(), operation));
   operation->exposed = false;
