@@ -257,8 +257,8 @@ TEST(ShmErrorThreads, AnAbsentRankIsATimeoutThatNamesIt) {
   });
 }
 
-// The one that gave up may have freed the tensor: whoever comes later gets an error and no bytes of something else.
-TEST(ShmErrorThreads, WhatARankGaveUpIsAnErrorForTheLate) {
+// The one that failed may have freed the tensor: whoever comes later gets what it was, and fails by what is next.
+TEST(ShmErrorThreads, WhatAFailedRankContributedIsThereForTheLate) {
   std::atomic<bool> given_up{false};
   run_ranks(2, [&](int rank) {
     const auto channel = open_here(std::chrono::milliseconds(rank == 0 ? 200 : 10'000));
@@ -271,9 +271,31 @@ TEST(ShmErrorThreads, WhatARankGaveUpIsAnErrorForTheLate) {
       return;
     }
     while (!given_up) std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    const auto what = error_of([&] { channel->all_gather_even(whole, mine)->wait(); });
-    EXPECT_NE(what.find("rank 0 gave it up before rank 1 had read its part"), std::string::npos) << what;
-    EXPECT_FALSE(whole.eq(2).any().item<bool>());
+    channel->all_gather_even(whole, mine)->wait();
+    EXPECT_TRUE(whole.eq(1).all().item<bool>());
+    EXPECT_NE(error_of([&] { channel->all_gather_even(whole, mine)->wait(); }).find("rank 0"), std::string::npos);
+  });
+}
+
+TEST(ShmErrorThreads, ASegmentWithoutRoomIsAnErrorOnEveryRank) {
+  std::atomic<int> failed{0};
+  run_ranks(2, [&](int rank) {
+    const auto channel = open_here();
+    std::vector<at::Tensor> held;  // all but less than 64 KB; untouched, so that it takes no memory
+    for (int64_t bytes = int64_t{1} << 42; rank == 0 && bytes > 1 << 15;) {
+      try {
+        held.push_back(channel->buffer(bytes, at::kCPU));
+      } catch (const CommError&) {
+        bytes /= 2;
+      }
+    }
+    const auto mine = at::ones({kLarge}), whole = at::zeros({2 * kLarge});
+    auto pending = channel->all_gather_even(whole, mine);
+    while (rank == 1 && failed == 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    const auto what = error_of([&] { pending->wait(); });
+    EXPECT_NE(what.find(rank == 1 ? "rank 0 had no room for its part" : "bad_alloc"), std::string::npos) << what;
+    ++failed;
+    held.clear();
   });
 }
 

@@ -378,7 +378,9 @@ TEST_P(ClassicThreads, SummonedParametersAreWhole) {
           EXPECT_EQ(shown[i][0].detach().numel(), expected[i][0].numel());  // any operator
         }
         at::NoGradGuard no_grad;
-        EXPECT_TRUE(model(batch).equal(plain.forward(batch)));
+        // Not to the bit: where several threads make a process's first calls into the math library, it may take
+        // other kernels for some of them (2 of 100 processes did, and none of 1,400 later calls).
+        EXPECT_LT(difference(model(batch), plain.forward(batch)), 1e-12);
         EXPECT_THROW((void)model.summon_full_params(), InvalidArgument);
         whole.close();
         for (const auto& parameter : held) EXPECT_TRUE(is_dtensor(parameter));

@@ -55,6 +55,24 @@ std::vector<std::string> blocks_down_from(int count) {
   return names;
 }
 
+// What large groups gather into is kept for the next one, and no more of it than was in use.
+TEST(MemoryThreads, LargeGroupsTakeTurnsInTheirMemory) {
+  run_twins(2, wide_mlp(4), Grouping::kChildren, [&](Twin& twin, int) {
+    const auto& memory = twin.context().leaf_memory();
+    EXPECT_EQ(memory.kept_bytes(), 0);
+    twin.train_step();
+    const auto kept = memory.kept_bytes();
+    EXPECT_GT(kept, 0);
+    EXPECT_LE(kept, twin.context().stats().unsharded_params.peak + 3 * 4096);
+    for (int step = 0; step < 3; ++step) twin.train_step();
+    EXPECT_EQ(memory.kept_bytes(), kept);
+    twin.expect_equal_parameters();
+    twin.model().set_reshard_after_forward(false);
+    twin.sharded_loss();
+    EXPECT_LT(memory.kept_bytes(), kept);  // in use
+  });
+}
+
 struct ScheduleThreads : OnRanks {};
 
 TEST_P(ScheduleThreads, SteadyIterationSendsWhatItsOrderSays) {

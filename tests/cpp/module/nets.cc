@@ -47,6 +47,12 @@ Case mlp(const std::vector<int64_t>& widths, int64_t samples) {
   return c;
 }
 
+Case wide_mlp(int64_t samples) {
+  auto c = mlp({9, 770, 761, 760, 5}, samples);
+  c.steps = 2;
+  return c;
+}
+
 MlpNet& as_mlp(Net& net) { return dynamic_cast<MlpNet&>(net); }
 
 FSDPModule<torch::nn::Linear> layer_group(Net& net, size_t i) { return fsdp_module(as_mlp(net).layers[i]); }

@@ -46,6 +46,8 @@ struct MlpNet : Net {
 };
 /// A batch of `samples` rows for it comes with the case.
 Case mlp(const std::vector<int64_t>& widths, int64_t samples);
+/// Two of its layers have so many bytes that their memory, and on some engines their messages, go another way.
+Case wide_mlp(int64_t samples);
 MlpNet& as_mlp(Net& net);
 /// The handle of layer `i`'s group.
 FSDPModule<torch::nn::Linear> layer_group(Net& net, size_t i);

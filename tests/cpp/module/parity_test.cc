@@ -17,6 +17,8 @@ TEST_P(ParityThreads, MlpInFloat) {
   expect_parity(ranks(), c);
 }
 
+TEST_P(ParityThreads, WideMlp) { expect_parity(ranks(), wide_mlp(2 * ranks())); }
+
 TEST_P(ParityThreads, Gpt) { expect_parity(ranks(), gpt_case(2 * ranks(), /*tied=*/false)); }
 
 TEST_P(ParityThreads, GptWithTiedEmbedding) { expect_parity(ranks(), gpt_case(ranks(), /*tied=*/true)); }

@@ -20,6 +20,7 @@ void both_groupings(const Case& c) {
 FSDP_PROCESS_BODY(parity_on_engine) {
   on_engine([] {
     both_groupings(mlp({8, 17, 5}, 2 * world_size()));
+    both_groupings(wide_mlp(2 * world_size()));
     both_groupings(gpt_case(2 * world_size(), /*tied=*/false));
     both_groupings(gpt_case(world_size(), /*tied=*/true));
   });

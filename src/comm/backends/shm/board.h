@@ -8,8 +8,8 @@ namespace fsdp::comm::shm {
 /// Where the bytes are that a rank contributes.
 enum class Source : uint32_t {
   kSegment,  // in its segment; they stay there until every peer has read them
-  kTensor,   // in a tensor, which its owner moves to the segment or takes back when it wants to write there
-  kGone,     // taken back
+  kTensor,   // in a tensor, whose owner moves them to the segment when it wants to write there
+  kGone,     // nowhere: the segment had no room for them
 };
 
 /// What a rank says about its part in one collective.

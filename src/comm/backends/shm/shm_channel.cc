@@ -119,6 +119,7 @@ class ShmChannel::State : public std::enable_shared_from_this<State> {
   void take(const Operation& operation, int peer, const std::vector<Piece>& pieces) const;
   void take_segment(const Operation& operation, int peer) const;
   void reduce(const Operation& operation, int64_t begin, int64_t count) const;
+  std::exception_ptr hide(Operation& operation);
   uint64_t copy_to_segment(uint32_t number, const at::Tensor& tensor);
   void take_back();
   void wait_for_line();
@@ -247,11 +248,8 @@ void ShmChannel::State::fail(std::exception_ptr error) {
     broken_ = std::move(error);
     lent.swap(lent_);
   }
-  for (auto& operation : std::exchange(exposed_, {})) {
-    if (!read_by_all(operation->number)) peers_.board(origin_.rank).line(operation->number).is_gone();
-    operation->exposed = false;
-    operation->in.reset();
-  }
+  // Peers may still want what was contributed: each finds its own error, or none.
+  for (const auto& operation : std::exchange(exposed_, {})) hide(*operation);
   // Tensors of buffer() hold this object, so it must not hold them for ever.
   for (auto& operation : in_flight_) operation->drop();
 }
@@ -319,7 +317,7 @@ const char* ShmChannel::State::mapped(const Operation& operation, int peer) cons
     case Source::kGone:
       break;
   }
-  throw std::runtime_error(c10::str("rank ", peer, " gave it up before rank ", origin_.rank, " had read its part"));
+  throw std::runtime_error(c10::str("rank ", peer, " had no room for its part when rank ", origin_.rank, " was late"));
 }
 
 /// Reads what mapped() does not show. False: it has been moved meanwhile, so that mapped() shows it.
@@ -407,18 +405,28 @@ void ShmChannel::State::settle(const OperationPtr& operation) {
   const auto bytes = static_cast<int64_t>(operation->in.nbytes());
   const auto until = Clock::now() + std::chrono::nanoseconds(bytes / kCopySpeed);
   while (!read_by_all(operation->number) && Clock::now() < until) std::this_thread::yield();
-  if (!read_by_all(operation->number)) {
-    auto& post = peers_.board(origin_.rank).line(operation->number);
+  exposed_.erase(std::find(exposed_.begin(), exposed_.end(), operation));
+  if (const auto error = hide(*operation)) {
+    fail(error);
+    std::rethrow_exception(error);
+  }
+}
+
+/// Moves what an operation exposes to the segment, unless all have read it. If there is no room, it is gone: why.
+std::exception_ptr ShmChannel::State::hide(Operation& operation) {
+  std::exception_ptr error;
+  auto& post = peers_.board(origin_.rank).line(operation.number);
+  if (!read_by_all(operation.number)) {
     try {
-      post.lies_in_segment(copy_to_segment(operation->number, operation->in));
-    } catch (...) {  // the segment is full
-      fail(std::current_exception());
-      throw;
+      post.lies_in_segment(copy_to_segment(operation.number, operation.in));
+    } catch (...) {
+      post.is_gone();
+      error = std::current_exception();
     }
   }
-  exposed_.erase(std::find(exposed_.begin(), exposed_.end(), operation));
-  operation->exposed = false;
-  operation->in.reset();
+  operation.exposed = false;
+  operation.in.reset();
+  return error;
 }
 
 void ShmChannel::State::take_back() {
