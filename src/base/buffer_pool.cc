@@ -5,6 +5,7 @@
 #include <utility>
 
 #include <sys/mman.h>
+#include <unistd.h>
 #ifdef __SANITIZE_ADDRESS__
 #include <sanitizer/asan_interface.h>
 #endif
@@ -24,8 +25,9 @@ struct Block {
 
 Block map(int64_t bytes) {
   // One huge page more, so that the block can begin at one.
-  constexpr int64_t kHuge = 2 << 20, kPage = 4096;
-  bytes = (bytes + kPage - 1) / kPage * kPage;
+  constexpr int64_t kHuge = 2 << 20;
+  static const auto page = static_cast<int64_t>(::sysconf(_SC_PAGESIZE));
+  bytes = (bytes + page - 1) / page * page;
   void* at = ::mmap(nullptr, static_cast<size_t>(bytes + kHuge), PROT_READ | PROT_WRITE,
                     MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (at == MAP_FAILED) throw std::bad_alloc();
